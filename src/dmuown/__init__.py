@@ -1,0 +1,38 @@
+"""The Muon family of matrix optimizers for AutoModel and any torch DTensor / FSDP2 training loop.
+
+Public names load on first use, so `import dmuown` costs little, has no side effects, and needs neither the optional
+libraries nor the ones that only the command line and the policies use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from dmuown._version import __version__
+
+if TYPE_CHECKING:
+    from dmuown import errors as errors
+
+# Where each public name lives. A new one is a line here and a line above, in whatever order the imports sort.
+_PUBLIC: dict[str, str] = {}
+
+# Submodules reachable as attributes without an import of their own.
+_SUBMODULES = ("errors",)
+
+__all__ = ["__version__", *_PUBLIC, *_SUBMODULES]
+
+
+def __getattr__(name: str) -> object:
+    if name in _PUBLIC:
+        value: object = getattr(importlib.import_module(_PUBLIC[name]), name)
+    elif name in _SUBMODULES:
+        value = importlib.import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,44 @@
+"""Fixtures and settings that all tests share."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported: ranks and test workers share few cores, and thread pools would only fight over them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.distributed.harness import RankPool
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """Every test starts from the same random state, in whatever order tests run."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def ranks2() -> Iterator[RankPool]:
+    """Two gloo ranks that live as long as the session."""
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def ranks4() -> Iterator[RankPool]:
+    """Four gloo ranks that live as long as the session."""
+    with RankPool(4) as pool:
+        yield pool
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of the GPU need one: where there is none they are skipped, saying so."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
