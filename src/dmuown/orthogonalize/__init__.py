@@ -1,0 +1,36 @@
+"""From a matrix to the nearest semi-orthogonal one: schemes, coefficients, fused blocks, backends.
+
+Needs torch alone; Triton and quack are imported only when a backend asks for them.
+"""
+
+from __future__ import annotations
+
+from dmuown.orthogonalize.backends import Operations, select_backend
+from dmuown.orthogonalize.blocks import (
+    Blocks,
+    blocks_from_heads,
+    blocks_from_split_sizes,
+    interleaved_blocks,
+    orthogonalize_blocks,
+)
+from dmuown.orthogonalize.coefficients import KELLER, POLAR_EXPRESS, POLAR_EXPRESS_1_02, YOU, CoefficientTable
+from dmuown.orthogonalize.orthogonalizer import Orthogonalizer, resolve_compute_dtype
+from dmuown.orthogonalize.resolve import resolve_orthogonalizer
+
+__all__ = [
+    "KELLER",
+    "POLAR_EXPRESS",
+    "POLAR_EXPRESS_1_02",
+    "YOU",
+    "Blocks",
+    "CoefficientTable",
+    "Operations",
+    "Orthogonalizer",
+    "blocks_from_heads",
+    "blocks_from_split_sizes",
+    "interleaved_blocks",
+    "orthogonalize_blocks",
+    "resolve_compute_dtype",
+    "resolve_orthogonalizer",
+    "select_backend",
+]

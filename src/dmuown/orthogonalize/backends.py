@@ -1,0 +1,150 @@
+"""The operation table that the iterations are written over, and the choice of who provides it.
+
+The iterations (`iterations.py`) know four products and nothing else. `torch` provides them here;
+`triton` and `quack` come from `dmuown.kernels` by the same protocol, and are imported only when
+asked for, or when a CUDA tensor meets `backend="auto"`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dmuown.errors import MissingDependencyError
+from dmuown.orthogonalize.options import choice_error
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "torch", "triton", "quack")
+
+
+class Operations(Protocol):
+    """Products of batched matrices, all 3-d, one dtype, one device.
+
+    `out`, where given, has the result's shape and dtype, may be uninitialised, overlaps no operand,
+    and is returned. "Symmetric" promises that the exact result is symmetric, so that half of it
+    may be computed and mirrored.
+    """
+
+    @property
+    def name(self) -> str:
+        """What the option `backend` calls it."""
+
+    @property
+    def symmetric_cost(self) -> float:
+        """Time of a symmetric product relative to a general one of its shape: 1.0, or 0.5 where half is mirrored."""
+
+    def preferred(self, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> bool:
+        """Whether `auto` should take this backend for [batch, rows, columns], rows <= columns (measured crossover)."""
+
+    def symmetric_product(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """x x^T: [B, m, n] -> [B, m, m], symmetric."""
+
+    def symmetric_product_add(
+        self, a: Tensor, b: Tensor, c: Tensor, *, alpha: float, beta: float, out: Tensor | None = None
+    ) -> Tensor:
+        """beta c + alpha a b, all [B, m, m], symmetric."""
+
+    def product(self, a: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """a x: [B, m, m], [B, m, n] -> [B, m, n]."""
+
+    def product_add(self, a: Tensor, x: Tensor, c: Tensor, *, beta: float, out: Tensor | None = None) -> Tensor:
+        """beta c + a x: [B, m, m], [B, m, n], [B, m, n] -> [B, m, n]."""
+
+
+class TorchOperations:
+    """torch's own batched products; any device, any floating dtype, any strides."""
+
+    name = "torch"
+    symmetric_cost = 1.0
+
+    def preferred(self, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> bool:
+        return True
+
+    def symmetric_product(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return torch.bmm(x, x.mT, out=out)
+
+    def symmetric_product_add(
+        self, a: Tensor, b: Tensor, c: Tensor, *, alpha: float, beta: float, out: Tensor | None = None
+    ) -> Tensor:
+        return torch.baddbmm(c, a, b, beta=beta, alpha=alpha, out=out)
+
+    def product(self, a: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return torch.bmm(a, x, out=out)
+
+    def product_add(self, a: Tensor, x: Tensor, c: Tensor, *, beta: float, out: Tensor | None = None) -> Tensor:
+        return torch.baddbmm(c, a, x, beta=beta, out=out)
+
+
+TORCH = TorchOperations()
+
+# Modules of the layer below; each has `operations()`, which raises MissingDependencyError where it cannot run.
+_MODULES = {"triton": "dmuown.kernels.triton_operations", "quack": "dmuown.kernels.quack_operations"}
+
+
+@cache
+def _load(name: str) -> Operations:
+    module_name = _MODULES[name]
+    try:
+        module = importlib.import_module(module_name)
+        operations: Operations = module.operations()
+    except MissingDependencyError:
+        raise
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"backend={name!r}",
+            f"needs the package {error.name or name!r}, which cannot be imported here ({error})",
+            f"Install {name}, or use backend='auto' or 'torch'",
+        ) from error
+    return operations
+
+
+@cache
+def _available(name: str) -> Operations | None:
+    try:
+        return _load(name)
+    except MissingDependencyError as error:
+        logger.info("orthogonalization backend %s is not available: %s", name, error)
+        return None
+
+
+@cache
+def _log_choice(chosen: str, device_type: str, dtype: torch.dtype) -> None:
+    logger.info("orthogonalization backend auto: %s on %s in %s", chosen, device_type, dtype)
+
+
+def select_backend(name: str, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> Operations:
+    """Who computes the products of one batch.
+
+    Args:
+        name: `torch`, `triton`, `quack`, or `auto`: on CUDA the first of triton and quack that prefers
+            this shape by its measured crossover, else torch; elsewhere torch.
+        device: Where the batch is.
+        dtype: The compute dtype.
+        shape: [batch, rows, columns] with rows <= columns.
+
+    Raises:
+        OptionError: An unknown name.
+        MissingDependencyError: A backend asked for by name that cannot run here.
+    """
+    if name == "torch":
+        return TORCH
+    if name in _MODULES:
+        return _load(name)
+    if name != "auto":
+        raise choice_error("backend", name, BACKENDS)
+    chosen: Operations = TORCH
+    if device.type == "cuda":
+        candidates = (_available(candidate) for candidate in _MODULES)
+        chosen = next((ops for ops in candidates if ops is not None and ops.preferred(device, dtype, shape)), TORCH)
+    if not torch.compiler.is_compiling():
+        _log_choice(chosen.name, device.type, dtype)
+    return chosen
+
+
+__all__ = ["BACKENDS", "TORCH", "Operations", "TorchOperations", "select_backend"]

@@ -1,0 +1,139 @@
+"""Row blocks of fused weights: each block of output rows is a logical matrix of its own.
+
+A fused q/k/v or gate/up weight [m, n] is one tensor for the GEMM and several matrices for the
+optimizer. A block is a `slice` of output rows with explicit start, stop and step; a step above 1
+means interleaved rows. The blocks of one weight are disjoint and cover all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from dmuown.errors import OptionError
+
+Blocks = tuple[slice, ...]
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+def blocks_from_split_sizes(split_sizes: Sequence[int], m: int) -> Blocks:
+    """Contiguous blocks of the given numbers of rows, in order.
+
+    Args:
+        split_sizes: Positive ints that sum to `m`.
+        m: Output rows of the whole weight.
+
+    Raises:
+        OptionError: Empty, not positive ints (bool and float are refused), or another sum.
+    """
+    if not _is_sequence(split_sizes) or not split_sizes:
+        raise OptionError("split_sizes", f"must be a non-empty sequence of ints, got {split_sizes!r}")
+    sizes = tuple(split_sizes)
+    for size in sizes:
+        if not _is_count(size):
+            raise OptionError("split_sizes", f"must hold ints of at least 1, got {size!r} in {sizes!r}")
+    if sum(sizes) != m:
+        rule = f"must sum to the {m} output rows of the weight, but {sizes!r} sums to {sum(sizes)}"
+        raise OptionError("split_sizes", rule)
+    stops = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    return tuple(slice(stop - size, stop, 1) for size, stop in zip(sizes, stops, strict=True))
+
+
+def blocks_from_heads(num_heads: int, m: int) -> Blocks:
+    """`num_heads` contiguous blocks of m / num_heads rows.
+
+    Raises:
+        OptionError: Not an int of at least 1, or it does not divide `m`.
+    """
+    if not _is_count(num_heads):
+        raise OptionError("num_heads", f"must be an int of at least 1, got {num_heads!r}")
+    if m % num_heads:
+        raise OptionError("num_heads", f"must divide the {m} output rows of the weight, got {num_heads}")
+    return blocks_from_split_sizes((m // num_heads,) * num_heads, m)
+
+
+def interleaved_blocks(count: int, m: int) -> Blocks:
+    """`count` blocks that take the rows in turn (row i belongs to block i modulo count), as interleaved gate/up.
+
+    Raises:
+        OptionError: Not an int of at least 1, or it does not divide `m`.
+    """
+    if not _is_count(count) or m % count:
+        raise OptionError("split_sizes", f"must interleave a divisor of the {m} output rows, got {count!r}")
+    return tuple(slice(index, m, count) for index in range(count))
+
+
+def block_rows(block: slice) -> int:
+    """Number of rows of a block."""
+    return len(range(block.start, block.stop, block.step or 1))
+
+
+def check_blocks(blocks: Blocks, m: int) -> None:
+    """Check that blocks are disjoint and cover all `m` rows.
+
+    Raises:
+        OptionError: Otherwise.
+    """
+    rows = sorted(row for block in blocks for row in range(block.start, block.stop, block.step or 1))
+    if rows != list(range(m)):
+        raise OptionError("split_sizes", f"must cover each of the {m} output rows exactly once, got blocks {blocks!r}")
+
+
+def _uniform(blocks: Blocks, m: int) -> bool:
+    rows, rest = divmod(m, len(blocks))
+    return rest == 0 and all(
+        (block.start, block.stop, block.step or 1) == (index * rows, (index + 1) * rows, 1)
+        for index, block in enumerate(blocks)
+    )
+
+
+def orthogonalize_blocks(x: Tensor, blocks: Blocks, orthogonalizer: Callable[[Tensor], Tensor]) -> Tensor:
+    """Orthogonalize each block of rows on its own, equal shapes in one batch.
+
+    Args:
+        x: [B, m, n] or [m, n] whole matrices, any strides; not changed.
+        blocks: Disjoint, covering the m rows; empty or a single full block is the whole matrix.
+        orthogonalizer: Maps [B', rows, n] to the same shape.
+
+    Returns:
+        A new tensor of x's shape in the orthogonalizer's dtype.
+
+    Raises:
+        OptionError: The blocks do not cover the rows exactly once.
+    """
+    m, n = x.shape[-2:]
+    if len(blocks) <= 1:
+        if blocks:
+            check_blocks(blocks, m)
+        return orthogonalizer(x)
+    if _uniform(blocks, m):
+        # Heads of equal size: splitting a row axis is a view whatever the strides, and so is going back.
+        whole = x.reshape(-1, m // len(blocks), n)
+        return orthogonalizer(whole).reshape(x.shape)
+    check_blocks(blocks, m)
+    if x.dim() == 2:
+        return orthogonalize_blocks(x.unsqueeze(0), blocks, orthogonalizer).squeeze(0)
+    by_rows: dict[int, list[slice]] = {}
+    for block in blocks:
+        by_rows.setdefault(block_rows(block), []).append(block)
+    result: Tensor | None = None
+    for rows, same in by_rows.items():
+        parts = [x[:, block] for block in same]
+        # A lone block needs no gathering copy.
+        done = orthogonalizer(parts[0] if len(parts) == 1 else torch.stack(parts, 1).view(-1, rows, n))
+        if result is None:
+            result = torch.empty(x.shape, dtype=done.dtype, device=x.device)
+        pieces = done.reshape(x.size(0), len(same), rows, n).unbind(1)
+        for block, piece in zip(same, pieces, strict=True):
+            result[:, block] = piece
+    assert result is not None
+    return result

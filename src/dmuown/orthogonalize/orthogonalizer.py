@@ -1,0 +1,206 @@
+"""`Orthogonalizer`: momentum -> nearest semi-orthogonal matrix, by an odd polynomial of the singular values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dmuown.errors import OptionError, OptionTypeError, ParameterError
+from dmuown.orthogonalize.backends import BACKENDS, Operations, select_backend
+from dmuown.orthogonalize.coefficients import TABLES, CoefficientTable, custom_table
+from dmuown.orthogonalize.iterations import gram_cost, gram_iteration, plain_cost, plain_iteration
+from dmuown.orthogonalize.options import check_choice, check_dtype, check_positive, check_steps, choice_error
+
+# Scheme -> names of the tables it takes, the default first.
+SCHEMES: dict[str, tuple[str, ...]] = {
+    "newton_schulz": ("keller", "you"),
+    "polar_express": ("polar_express", "polar_express_1.02"),
+    "gram": ("polar_express", "polar_express_1.02", "keller", "you"),
+}
+NORMS = ("add", "clamp")
+FORMS = ("auto", "plain", "gram")
+
+# Sums of squares outside these bounds may have overflowed or lost small entries in fp32.
+_SAFE_NORM_RANGE = (1e-15, 1e18)
+
+
+@dataclass(frozen=True)
+class Orthogonalizer:
+    """Maps each matrix U S V^T of a batch to about U V^T; hashable, so that it can be part of a bucket's key.
+
+    The input is divided by its Frobenius norm (times the table's safety factor), computed in fp32, cast to
+    `dtype`, and iterated in the wide orientation. A matrix of zeros gives zeros. A non-finite matrix gives
+    non-finite values in its own place of the batch only.
+
+    Attributes:
+        scheme: `newton_schulz` (keller or you coefficients), `polar_express`, or `gram` (any table, Gram form
+            for rectangular matrices).
+        coefficients: A table's name, own (a, b, c) triples, or None for the scheme's default.
+        steps: Number of polynomial steps, an int of at least 1. A table is truncated, or its last triple repeated.
+        epsilon: Added to, or lower bound of, the Frobenius norm; above 0.
+        dtype: Compute and output dtype: bfloat16, float16, float32, or float64 (meant for tests).
+        norm: `add` divides by ||x|| + epsilon, `clamp` by max(||x||, epsilon) as torch.optim.Muon does.
+        form: `plain` iterates on x, `gram` on x x^T with restarts, `auto` takes whichever needs fewer
+            operations for the shape (`gram` needs more for nearly square matrices).
+        backend: Who multiplies: see `backends.select_backend`.
+        function: `func(x, epsilon=...) -> Tensor` of x's shape (Dion's `newton_schulz_func`); replaces everything
+            above but epsilon, and its result's dtype is kept.
+
+    Raises:
+        OptionError: A value outside its range; the nearest name is suggested.
+        OptionTypeError: `function` is not callable.
+    """
+
+    scheme: str = "newton_schulz"
+    coefficients: str | Sequence[Sequence[float]] | None = None
+    steps: int = 5
+    epsilon: float = 1e-7
+    dtype: torch.dtype = torch.bfloat16
+    norm: str = "add"
+    form: str = "auto"
+    backend: str = "auto"
+    function: Callable[..., Tensor] | None = None
+    table: CoefficientTable = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_choice("scheme", self.scheme, tuple(SCHEMES))
+        check_steps("ns_steps", self.steps)
+        check_choice("ns_norm", self.norm, NORMS)
+        check_choice("ns_form", self.form, FORMS)
+        check_choice("backend", self.backend, BACKENDS)
+        if self.scheme == "gram" and self.form == "plain":
+            raise OptionError("ns_form", "must not be 'plain' with scheme 'gram'", "Leave it at 'auto'")
+        if self.function is not None and not callable(self.function):
+            raise OptionTypeError("newton_schulz_func", f"must be callable, got {type(self.function).__name__}")
+        table = _resolve_table(self.scheme, self.coefficients)
+        stored = table.triples if table.name == "custom" else table.name
+        # Normalised once here, so that equal orthogonalizers compare and hash equal however they were spelled.
+        object.__setattr__(self, "coefficients", stored)
+        object.__setattr__(self, "epsilon", check_positive("ns_epsilon", self.epsilon))
+        object.__setattr__(self, "dtype", check_dtype("ns_dtype", self.dtype))
+        object.__setattr__(self, "table", table)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Orthogonalize each matrix of `x`.
+
+        Args:
+            x: Real floating [B, m, n] or [m, n], whole logical matrices [output, input], any strides; not changed.
+
+        Returns:
+            A new tensor of x's shape, in `dtype`, on x's device.
+
+        Raises:
+            ParameterError: x is not a real floating tensor of 2 or 3 axes, or a custom function changed its shape.
+        """
+        if not x.is_floating_point() or x.dim() not in (2, 3):
+            rule = f"must be a real floating tensor of 2 or 3 axes, got {x.dtype} of shape {tuple(x.shape)}"
+            raise ParameterError("orthogonalize", rule)
+        if self.function is not None:
+            return self._call_function(x)
+        if x.dim() == 2:
+            return self._orthogonalize(x.unsqueeze(0)).squeeze(0)
+        return self._orthogonalize(x)
+
+    def _call_function(self, x: Tensor) -> Tensor:
+        assert self.function is not None
+        result: object = self.function(x, epsilon=self.epsilon)
+        if not isinstance(result, Tensor) or result.shape != x.shape:
+            got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+            raise ParameterError("newton_schulz_func", f"must return a tensor of shape {tuple(x.shape)}, got {got}")
+        # Callers scale the result in place; it must not be the momentum.
+        return result.clone() if result.data_ptr() == x.data_ptr() else result
+
+    def _orthogonalize(self, x: Tensor) -> Tensor:
+        if x.numel() == 0:
+            return torch.empty_like(x, dtype=self.dtype)
+        if tall := x.size(-2) > x.size(-1):
+            x = x.mT
+        batch, m, n = x.shape
+        ops = select_backend(self.backend, x.device, self.dtype, (batch, m, n))
+        x = self._normalize(x)
+        triples = self.table.for_steps(self.steps)
+        if self.chosen_form(m, n, ops) == "gram":
+            x = gram_iteration(x, triples, ops, self.restarts())
+        else:
+            x = plain_iteration(x, triples, ops)
+        return x.mT if tall else x
+
+    def _normalize(self, x: Tensor) -> Tensor:
+        """x / (safety factor * Frobenius norm), guarded by epsilon, as a new tensor in `dtype`."""
+        high = torch.float64 if self.dtype == torch.float64 else torch.float32
+        if x.dtype != high:
+            # One cast serves the norm and the division; fp64 input goes through fp32 unless fp64 was asked for.
+            x = x.to(high)
+        norm = _frobenius_norm(x)
+        scale = norm * self.table.safety_factor
+        scale = scale + self.epsilon if self.norm == "add" else scale.clamp_min(self.epsilon)
+        return torch.div(x, scale, out=torch.empty_like(x, dtype=self.dtype))
+
+    def restarts(self) -> frozenset[int]:
+        """Zero-based steps before which the Gram form starts afresh; see `gram_iteration`.
+
+        fp16, fp32 and fp64 restart before step 2. bf16 has 8 bits: it restarts before every later step as well.
+        """
+        if self.dtype == torch.bfloat16:
+            return frozenset(range(1, self.steps))
+        return frozenset(range(2, self.steps, 3))
+
+    def chosen_form(self, m: int, n: int, ops: Operations) -> str:
+        """`plain` or `gram` for an m x n matrix, m <= n, on these operations."""
+        if self.form != "auto":
+            return self.form
+        if m == n:
+            return "plain"
+        if self.scheme == "gram":
+            return "gram"
+        gram = gram_cost(m, n, self.steps, ops.symmetric_cost, self.restarts())
+        return "gram" if gram < plain_cost(m, n, self.steps, ops.symmetric_cost) else "plain"
+
+
+def _resolve_table(scheme: str, coefficients: str | Sequence[Sequence[float]] | None) -> CoefficientTable:
+    names = SCHEMES[scheme]
+    if coefficients is None:
+        return TABLES[names[0]]
+    if not isinstance(coefficients, str):
+        return custom_table(coefficients)
+    if coefficients in names:
+        return TABLES[coefficients]
+    if coefficients in TABLES:
+        fitting = [candidate for candidate, tables in SCHEMES.items() if coefficients in tables]
+        raise OptionError(
+            "coefficients",
+            f"must be one of {', '.join(map(repr, names))} with scheme {scheme!r}, got {coefficients!r}",
+            f"Use scheme {' or '.join(map(repr, fitting))} for these coefficients",
+        )
+    raise choice_error("coefficients", coefficients, names)
+
+
+def _frobenius_norm(x: Tensor) -> Tensor:
+    """[B, 1, 1] Frobenius norms of x: [B, m, n], in x's dtype (fp32 or fp64)."""
+    norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        # Telling whether squares over- or underflowed would stall the stream; beyond 1e19 the result is zeros.
+        return norm
+    low, high = _SAFE_NORM_RANGE
+    if bool(((norm > low) & (norm < high)).all()):
+        return norm
+    largest = x.abs().amax(dim=(-2, -1), keepdim=True)
+    unit = torch.where(largest > 0, largest, 1.0)
+    scaled: Tensor = torch.linalg.vector_norm(x / unit, dim=(-2, -1), keepdim=True)
+    return scaled * unit
+
+
+def resolve_compute_dtype(device: torch.device) -> torch.dtype:
+    """What `ns_dtype="auto"` means on a device: bfloat16 where the hardware multiplies it fast, else float32.
+
+    That is CUDA with bf16 support, and processors with AMX tiles.
+    """
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    if device.type == "cpu":
+        supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
+        return torch.bfloat16 if supported is not None and supported() else torch.float32
+    return torch.float32

@@ -1,0 +1,62 @@
+"""From the options of a parameter group to an `Orthogonalizer`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from dmuown.errors import OptionError
+from dmuown.orthogonalize.options import check_dtype
+from dmuown.orthogonalize.orthogonalizer import Orthogonalizer, resolve_compute_dtype
+
+# Group key -> field of `Orthogonalizer`; an absent key or None takes the field's default.
+_FIELDS = {
+    "coefficients": "coefficients",
+    "ns_steps": "steps",
+    "ns_epsilon": "epsilon",
+    "ns_norm": "norm",
+    "ns_form": "form",
+    "backend": "backend",
+    "newton_schulz_func": "function",
+}
+
+
+def resolve_orthogonalizer(options: Mapping[str, object], device: torch.device) -> Orthogonalizer:
+    """The orthogonalizer of a group on a device.
+
+    Args:
+        options: Group keys. Read here: `scheme` (alias `orthogonalization_strategy`), `coefficients`, `ns_steps`,
+            `ns_epsilon`, `ns_dtype` ("auto", a torch dtype or its name), `ns_norm`, `ns_form`, `backend`,
+            `newton_schulz_func`; Dion's `use_gram_newton_schulz` and `use_polar_express` where no scheme is given.
+            Other keys are ignored.
+        device: Where the matrices are; decides `ns_dtype="auto"`.
+
+    Raises:
+        OptionError: A bad value, or `scheme` and its alias disagree.
+    """
+    fields: dict[str, Any] = {}
+    scheme = _scheme(options, fields)
+    if scheme is not None:
+        fields["scheme"] = scheme
+    for key, name in _FIELDS.items():
+        if options.get(key) is not None:
+            fields[name] = options[key]
+    dtype = options.get("ns_dtype")
+    fields["dtype"] = resolve_compute_dtype(device) if dtype in (None, "auto") else check_dtype("ns_dtype", dtype)
+    return Orthogonalizer(**fields)
+
+
+def _scheme(options: Mapping[str, object], fields: dict[str, Any]) -> object:
+    scheme, alias = options.get("scheme"), options.get("orthogonalization_strategy")
+    if scheme is not None and alias is not None and scheme != alias:
+        rule = f"disagrees with orthogonalization_strategy, its alias: {scheme!r} and {alias!r}"
+        raise OptionError("scheme", rule, "Give one of them")
+    if scheme is not None or alias is not None:
+        return scheme if scheme is not None else alias
+    for key, name in (("use_gram_newton_schulz", "gram"), ("use_polar_express", "polar_express")):
+        if options.get(key):
+            fields["coefficients"] = "polar_express_1.02"  # The table Dion uses for both.
+            return name
+    return None
