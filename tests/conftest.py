@@ -6,13 +6,22 @@ import os
 
 # Before torch is imported: ranks and test workers share few cores, and thread pools would only fight over them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests make what they need: a model or data set looked up on a hub is a mistake, and should fail at once.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 
 from tests.distributed.harness import RankPool
+
+# `make test` draws the same few examples every time; `make fuzz` draws many new ones.
+hypothesis.settings.register_profile("test", max_examples=25, deadline=None, derandomize=True)
+hypothesis.settings.register_profile("fuzz", max_examples=1000, deadline=None)
+hypothesis.settings.load_profile("test")
 
 
 @pytest.fixture(autouse=True)
