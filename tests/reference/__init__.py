@@ -1,0 +1,1 @@
+"""Float64 oracles: slow, obvious, written from the papers' equations; nothing here imports dmuown."""
