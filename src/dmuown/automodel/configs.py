@@ -1,0 +1,260 @@
+"""Optimizer configurations of the host, for `optimizer._target_` in its YAML files."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import torch
+
+from dmuown.automodel import options
+from dmuown.automodel.grouping import GroupingRules, Override, build_param_groups, count_matrices
+from dmuown.automodel.host import require_host
+from dmuown.errors import MissingDependencyError
+
+require_host()
+
+from nemo_automodel.components.optim.optimizer import (  # noqa: E402
+    OPTIMIZER_CONFIG_REGISTRY,
+    OptimizerConfig,
+    ParamGroupOverride,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+logger = logging.getLogger(__name__)
+
+_GROUPING_FIELDS = frozenset(
+    {
+        "scalar_opt",
+        "scalar_betas",
+        "scalar_eps",
+        "scalar_lr",
+        "embed_lr",
+        "lm_head_lr",
+        "adamw_param_patterns",
+        "param_group_overrides",
+        "flatten",
+    }
+)
+
+
+@dataclass
+class MatrixOptimizerConfig(OptimizerConfig):
+    """Options that every configuration here shares; use one of the subclasses.
+
+    Matrices and stacks of experts go to the subclass's algorithm; embeddings, output heads, norms,
+    biases, routers and convolutions to `scalar_opt`. What a parameter is comes from its module
+    (`dmuown.policy.roles`). Numbers may be strings, since YAML reads `1e-4` as one.
+
+    Attributes:
+        lr: Base learning rate; the host's scheduler scales it.
+        weight_decay: Decoupled decay; embeddings and heads have none.
+        mu: Momentum of matrices, in [0, 1).
+        betas: Adam coefficients of the optimizer.
+        epsilon: Stabilizer of the optimizer, > 0.
+        nesterov: Nesterov momentum on matrices.
+        use_triton: Triton kernels where they apply; an error without Triton.
+        flatten: Orthogonalize dense convolutions, input and kernel axes flattened. Convolutions in
+            groups stay with `scalar_opt`.
+        scalar_opt: "adamw" or "lion".
+        scalar_betas, scalar_eps: Coefficients and epsilon of `scalar_opt`.
+        scalar_lr: Rate of `scalar_opt`; None is `lr`.
+        embed_lr: Rate of embeddings; None is `scalar_lr`, then `lr`. A head tied to the embedding is
+            the embedding.
+        lm_head_lr: Rate of untied output heads; None is `lr`.
+        param_group_overrides: {pattern, lr_mult, wd_mult} each; the first that matches a name counts.
+        adamw_param_patterns: Regular expressions of names sent to AdamW at `scalar_lr`.
+
+    Raises:
+        OptionError: An unknown option, or a value out of range; before any work, on every rank.
+        MissingDependencyError: `use_triton` without Triton.
+    """
+
+    supports_megatron_fsdp_sharding: ClassVar[bool] = False
+    algorithm: ClassVar[str] = ""
+    optimizer_name: ClassVar[str] = ""
+
+    lr: float = 3e-4
+    weight_decay: float = 0.0
+    mu: float = 0.95
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = 1e-8
+    nesterov: bool = True
+    use_triton: bool = False
+    flatten: bool = False
+    scalar_opt: str = "adamw"
+    scalar_betas: tuple[float, float] = (0.9, 0.999)
+    scalar_eps: float = 1e-8
+    scalar_lr: float | None = None
+    embed_lr: float | None = None
+    lm_head_lr: float | None = None
+    adamw_param_patterns: list[str] = field(default_factory=list)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        # Before the generated __init__, whose TypeError would name neither the section nor the remedy.
+        options.reject_unknown(kwargs, [entry.name for entry in dataclasses.fields(cls) if entry.init], cls.__name__)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        overrides = self.param_group_overrides or []
+        self.param_group_overrides = [
+            entry
+            if isinstance(entry, ParamGroupOverride)
+            else ParamGroupOverride(**options.override(f"param_group_overrides[{index}]", entry))
+            for index, entry in enumerate(overrides)
+        ]
+        self.lr = options.not_negative("lr", self.lr)
+        self.weight_decay = options.not_negative("weight_decay", self.weight_decay)
+        self.mu = options.coefficient("mu", self.mu)
+        self.betas = options.coefficients("betas", self.betas)
+        self.epsilon = options.positive("epsilon", self.epsilon)
+        self.nesterov = options.switch("nesterov", self.nesterov)
+        self.flatten = options.switch("flatten", self.flatten)
+        self.scalar_opt = options.choice("scalar_opt", self.scalar_opt, ("adamw", "lion"))
+        self.scalar_betas = options.coefficients("scalar_betas", self.scalar_betas)
+        self.scalar_eps = options.positive("scalar_eps", self.scalar_eps)
+        for key in ("scalar_lr", "embed_lr", "lm_head_lr"):
+            if getattr(self, key) is not None:
+                setattr(self, key, options.not_negative(key, getattr(self, key)))
+        self.adamw_param_patterns = options.patterns("adamw_param_patterns", self.adamw_param_patterns)
+        self.use_triton = options.switch("use_triton", self.use_triton)
+        if self.use_triton and importlib.util.find_spec("triton") is None:
+            raise MissingDependencyError("use_triton", "needs Triton, which is not installed", "Set it to false")
+
+    def grouping_rules(self) -> GroupingRules:
+        """Return where each role of parameter goes under this configuration."""
+        return GroupingRules(
+            algorithm=self.algorithm,
+            scalar_algorithm=self.scalar_opt,
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            scalar_lr=self.scalar_lr,
+            embed_lr=self.embed_lr,
+            lm_head_lr=self.lm_head_lr,
+            scalar_betas=self.scalar_betas,
+            scalar_eps=self.scalar_eps,
+            flatten=self.flatten,
+            adamw_patterns=self.adamw_param_patterns,
+            overrides=[
+                Override(entry.pattern, entry.lr_mult, entry.wd_mult) for entry in self.param_group_overrides
+            ],
+        )
+
+    def optimizer_options(self) -> dict[str, Any]:
+        """Return the keyword arguments of the optimizer class, groups and mesh excepted."""
+        return {
+            entry.name: getattr(self, entry.name)
+            for entry in dataclasses.fields(self)
+            if entry.name not in _GROUPING_FIELDS
+        }
+
+    def optimizer_class(self) -> type[torch.optim.Optimizer]:
+        """Return the optimizer class that `build` constructs."""
+        from dmuown.engine import optimizers
+
+        found: type[torch.optim.Optimizer] = getattr(optimizers, self.optimizer_name)
+        return found
+
+    def build(
+        self, model: torch.nn.Module, *, device_mesh: DeviceMesh | None = None, is_peft: bool = False
+    ) -> list[torch.optim.Optimizer]:
+        """Build one optimizer per part of `model` (`model.parts`, or the model itself).
+
+        Args:
+            model: The model after sharding; its parameters may be DTensors.
+            device_mesh: The host's mesh. Type-checked by the optimizer, whose collectives follow
+                each parameter's own mesh.
+            is_peft: Whether adapters are trained; nothing here depends on it.
+        """
+        parts: Sequence[torch.nn.Module] = getattr(model, "parts", [model])
+        optimizer_class, shared = self.optimizer_class(), self.optimizer_options()
+        built: list[torch.optim.Optimizer] = []
+        for groups in build_param_groups(parts, self.grouping_rules()):
+            logger.info(
+                "%s: %d matrices by %s, in %d groups of parameters",
+                self.optimizer_name,
+                count_matrices(groups),
+                self.algorithm,
+                len(groups),
+            )
+            built.append(optimizer_class(groups, distributed_mesh=device_mesh, **shared))  # type: ignore[call-arg]
+        return built
+
+    def build_from_param_groups(
+        self, param_groups: list[dict[str, Any]], *, device_mesh: DeviceMesh | None = None
+    ) -> torch.optim.Optimizer:
+        """Build one optimizer from the caller's own groups, which say `algorithm` where it is not this one."""
+        return self.optimizer_class()(param_groups, distributed_mesh=device_mesh, **self.optimizer_options())  # type: ignore[call-arg]
+
+
+@dataclass
+class MuownConfig(MatrixOptimizerConfig):
+    """`dmuown.Muown`: Muon on directions, Adam on magnitudes.
+
+    Options and defaults are those of AutoModel's later MuownConfig, and those of the base class.
+
+    Attributes:
+        ns_steps: Newton-Schulz iterations, >= 1.
+        ns_epsilon: Stabilizer of their normalization, > 0.
+        muon_update_scale: Factor on direction updates only, >= 0. Read from here, also on resume.
+    """
+
+    algorithm: ClassVar[str] = "muown"
+    optimizer_name: ClassVar[str] = "Muown"
+
+    ns_steps: int = 5
+    ns_epsilon: float = 1e-7
+    muon_update_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.ns_steps = options.count("ns_steps", self.ns_steps)
+        self.ns_epsilon = options.positive("ns_epsilon", self.ns_epsilon)
+        self.muon_update_scale = options.not_negative("muon_update_scale", self.muon_update_scale)
+
+
+@dataclass
+class MuonConfig(MatrixOptimizerConfig):
+    """`dmuown.Muon`, with the options and defaults of the host's own MuonConfig and Dion's Muon.
+
+    Attributes:
+        adjust_lr: "spectral_norm", "rms_norm" or None: how the rate follows a matrix's shape.
+        cautious_wd: Decay only where update and weight agree in sign.
+        use_polar_express: Polar Express coefficients instead of Newton-Schulz's.
+        use_gram_newton_schulz: Iterate on the Gram matrix.
+    """
+
+    algorithm: ClassVar[str] = "muon"
+    optimizer_name: ClassVar[str] = "Muon"
+
+    lr: float = 5e-4
+    nesterov: bool = False
+    adjust_lr: str | None = "spectral_norm"
+    cautious_wd: bool = False
+    use_polar_express: bool = True
+    use_gram_newton_schulz: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.adjust_lr = options.choice("adjust_lr", self.adjust_lr, ("spectral_norm", "rms_norm", None))
+        for key in ("cautious_wd", "use_polar_express", "use_gram_newton_schulz"):
+            setattr(self, key, options.switch(key, getattr(self, key)))
+
+
+SHORT_NAMES: dict[str, type[MatrixOptimizerConfig]] = {
+    "dmuown_muown": MuownConfig,
+    "dmuown_muon": MuonConfig,
+}
+"""Names for the host's Python path, `build_optimizer(model, (name, options))`; YAML needs `_target_`."""
+
+
+def register_short_names() -> None:
+    """Add `SHORT_NAMES` to the host's registry; a name that is taken stays as it is."""
+    for name, config in SHORT_NAMES.items():
+        OPTIMIZER_CONFIG_REGISTRY.setdefault(name, config)
