@@ -13,9 +13,12 @@ from dmuown._version import __version__
 
 if TYPE_CHECKING:
     from dmuown import errors as errors
+    from dmuown.policy import ParamPolicy as ParamPolicy
 
-# Where each public name lives. A new one is a line here and a line above, in whatever order the imports sort.
-_PUBLIC: dict[str, str] = {}
+# Where each public name lives. A new one is a line here, and an import above for type checkers.
+_PUBLIC: dict[str, str] = {
+    "ParamPolicy": "dmuown.policy",
+}
 
 # Submodules reachable as attributes without an import of their own.
 _SUBMODULES = ("errors",)
