@@ -1,0 +1,26 @@
+"""Triton kernels: products of symmetric matrices, and row kernels over many tensors at once.
+
+Importing this package imports no Triton; its modules do. Ask `available()` first.
+
+| module | what |
+|---|---|
+| `products` | batched products over any strides and sizes, half computed where symmetric |
+| `hopper` | the same on the bulk copy engine and `wgmma` (16-bit, Hopper) |
+| `table` | tile shapes per problem, measured, checked in |
+| `rows` | everything around orthogonalization, one launch for many tensors |
+| `triton_operations`, `quack_operations` | the operation tables of `dmuown.orthogonalize` |
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+
+
+@cache
+def available() -> bool:
+    """Whether Triton can be imported; says nothing about a device."""
+    return importlib.util.find_spec("triton") is not None
+
+
+__all__ = ["available"]

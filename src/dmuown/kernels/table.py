@@ -1,0 +1,56 @@
+"""Tile shapes by problem, measured on the cards named, checked in: nothing is tuned at run time.
+
+`benchmarks/bench_products.py --sweep` prints the measurements that these choices come from.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class PointerShape(NamedTuple):
+    """Tile of the pointer kernel."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+
+
+class CopyShape(NamedTuple):
+    """Tile of the copy-engine kernel (hopper)."""
+
+    block_n: int
+    stages: int
+    warps: int
+    double: bool  # two epilogue buffers instead of one
+    per_sm: int  # programs that share a multiprocessor
+    group: int  # row tiles that stay together for the second-level cache
+
+
+def pointer_shape(m: int, n: int, k: int, element_size: int, symmetric: bool) -> PointerShape:
+    """The tile for [m, k] @ [k, n]; square where symmetric."""
+    small = min(m, n) <= 64
+    if element_size > 2:
+        side = 32 if small else 64
+        return PointerShape(side, side, 32, 4, 3)
+    if small:
+        return PointerShape(64, 64, 64, 4, 3)
+    return PointerShape(128, 128, 64, 8, 3)
+
+
+def copy_shape(batch: int, m: int, n: int, k: int, symmetric: bool) -> CopyShape:
+    """The tile of the copy-engine kernel; rows are always 128."""
+    return CopyShape(block_n=256, stages=3, warps=8, double=True, per_sm=1, group=8)
+
+
+def triton_preferred(capability: tuple[int, int], dtype: torch.dtype, shape: tuple[int, int, int]) -> bool:
+    """Whether these kernels beat torch's batched products for [batch, rows, columns], rows <= columns.
+
+    Measured on H200 only (benchmarks/results); elsewhere torch is the safe answer.
+    """
+    _, rows, columns = shape
+    return capability[0] == 9 and dtype.itemsize == 2 and rows >= 64 and rows % 8 == 0 and columns % 8 == 0
