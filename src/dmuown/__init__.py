@@ -13,10 +13,28 @@ from dmuown._version import __version__
 
 if TYPE_CHECKING:
     from dmuown import errors as errors
+    from dmuown.algorithms import BufferSpec as BufferSpec
+    from dmuown.algorithms import MuonAlgorithm as MuonAlgorithm
+    from dmuown.algorithms import register_muon_algorithm as register_muon_algorithm
+    from dmuown.engine.info import engine_info as engine_info
+    from dmuown.engine.optimizers import AngularMuown as AngularMuown
+    from dmuown.engine.optimizers import Muon as Muon
+    from dmuown.engine.optimizers import Muown as Muown
+    from dmuown.engine.optimizers import NorMuon as NorMuon
+    from dmuown.engine.optimizers import NorMuown as NorMuown
     from dmuown.policy import ParamPolicy as ParamPolicy
 
 # Where each public name lives. A new one is a line here, and an import above for type checkers.
 _PUBLIC: dict[str, str] = {
+    "AngularMuown": "dmuown.engine.optimizers",
+    "Muon": "dmuown.engine.optimizers",
+    "Muown": "dmuown.engine.optimizers",
+    "NorMuon": "dmuown.engine.optimizers",
+    "NorMuown": "dmuown.engine.optimizers",
+    "BufferSpec": "dmuown.algorithms",
+    "MuonAlgorithm": "dmuown.algorithms",
+    "register_muon_algorithm": "dmuown.algorithms",
+    "engine_info": "dmuown.engine.info",
     "ParamPolicy": "dmuown.policy",
 }
 

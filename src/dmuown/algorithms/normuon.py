@@ -1,0 +1,70 @@
+"""NorMuon (arXiv 2510.05491): Muon with every neuron's update normalized by its own second moment.
+
+After orthogonalization: s <- b2 s + (1 - b2) mean_row(O^2);  O' = O / (sqrt(s) + eps), rescaled so
+that ||O'||_F = ||O||_F over each logical matrix (expert, block, head), never over a shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dmuown.algorithms.base import MuonAlgorithm, register_muon_algorithm
+from dmuown.algorithms.batch import MatrixBatch, Work
+from dmuown.algorithms.muon import MuonRow
+from dmuown.errors import OptionError
+from dmuown.state import BufferSpec
+
+
+class NeuronNormalization(MuonAlgorithm):
+    """The shape phase of NorMuon, shared by every row that normalizes neurons."""
+
+    options: ClassVar[Mapping[str, Any]] = {"muon_beta2": 0.95, "normalization_epsilon": 1e-8}
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Check `muon_beta2` in [0, 1) and `normalization_epsilon` > 0."""
+        super().check_options(options)
+        if not 0 <= options["muon_beta2"] < 1:
+            raise OptionError("muon_beta2", f"must be in [0, 1), got {options['muon_beta2']!r}")
+        if not options["normalization_epsilon"] > 0:
+            raise OptionError("normalization_epsilon", f"must be > 0, got {options['normalization_epsilon']!r}")
+
+    def shape_update(self, batch: MatrixBatch, update: Sequence[Tensor]) -> Work[list[Tensor]]:
+        """Normalize neurons; returns fp32 updates. Zero matrices stay zero."""
+        beta2, epsilon = batch.options["muon_beta2"], batch.options["normalization_epsilon"]
+        squares = yield from batch.sum_rows([_row_squares(direction) for direction in update])
+        factors = []
+        for variance, square in zip(batch.state["variance_neuron"], squares, strict=True):
+            variance.lerp_((square / batch.n).to(variance.dtype), 1 - beta2)
+            factors.append(1 / (variance.float().sqrt() + epsilon))
+        before = yield from batch.sum_blocks(squares)
+        after = yield from batch.sum_blocks(
+            [square * factor.square() for square, factor in zip(squares, factors, strict=True)]
+        )
+        return [
+            direction.float() * (factor * _norm_ratio(old, new))
+            for direction, factor, old, new in zip(update, factors, before, after, strict=True)
+        ]
+
+
+@register_muon_algorithm
+class NorMuonRow(NeuronNormalization, MuonRow):
+    """Muon with neuron normalization."""
+
+    name: ClassVar[str] = "normuon"
+    state_spec: ClassVar[Mapping[str, BufferSpec]] = {
+        **MuonRow.state_spec,
+        "variance_neuron": BufferSpec(like="grad_rows", signed=False, dtype=torch.float32),
+    }
+
+
+def _row_squares(direction: Tensor) -> Tensor:
+    return direction.float().square().sum(dim=-1, keepdim=True)
+
+
+def _norm_ratio(before: Tensor, after: Tensor) -> Tensor:
+    """sqrt(before / after), and 0 for a matrix of zeros."""
+    return torch.where(after > 0, (before / after.clamp_min(torch.finfo(after.dtype).tiny)).sqrt(), 0)

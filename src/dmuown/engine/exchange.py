@@ -1,0 +1,218 @@
+"""Exchange: make sharded matrices whole on their owners, orthogonalize, and bring the update back.
+
+    pack -> all-to-all -> orthogonalize -> all-to-all -> (replicas: all-gather) -> unpack
+
+At most two all-to-alls a bucket. Buffers live in this generator's frame until their collective
+has been waited for. Shards may be uneven or empty; element counts follow from the layout, so
+nothing is padded in the shard group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dmuown.algorithms.batch import Work
+from dmuown.engine.plan import Bucket, Place
+from dmuown.orthogonalize import orthogonalize_blocks
+
+
+@dataclass
+class ExchangeCount:
+    """What exchanges did on this rank since the optimizer was built.
+
+    Attributes:
+        all_to_alls: Calls of all-to-all.
+        all_gathers: Calls of all-gather.
+        bytes_sent: Bytes this rank handed to other ranks.
+        matrices: Logical matrices orthogonalized on this rank, a fused weight's blocks counted singly.
+    """
+
+    all_to_alls: int = 0
+    all_gathers: int = 0
+    bytes_sent: int = 0
+    matrices: int = 0
+
+
+def wire_dtype(compute: torch.dtype) -> torch.dtype:
+    """Dtype in which matrices travel to their owner: bf16 for 16-bit compute, else the compute dtype.
+
+    fp16 would overflow before normalization. The unsharded path rounds the same way, so that the
+    result does not depend on the layout.
+    """
+    return torch.bfloat16 if compute in (torch.bfloat16, torch.float16) else compute
+
+
+def orthogonalize(
+    bucket: Bucket, selected: Sequence[int], momentum: Sequence[Tensor], count: ExchangeCount
+) -> Work[list[Tensor]]:
+    """Orthogonalize the momentum of some parameters of a bucket.
+
+    Args:
+        bucket: The bucket.
+        selected: Indices of the parameters that step now; the same on every rank.
+        momentum: Their momentum, `[batch, m_local, n_local]` each; not changed.
+        count: Counters to add to.
+
+    Returns:
+        Updates shaped as `momentum`, in the orthogonalizer's dtype.
+    """
+    per_param = bucket.units_per_param
+    if per_param == 0 or not momentum:
+        return [torch.zeros_like(matrix, dtype=bucket.orthogonalizer.dtype) for matrix in momentum]
+    dtype = wire_dtype(bucket.orthogonalizer.dtype)
+    units = [matrix[b] for matrix in momentum for b in range(per_param)]
+    places = [bucket.places[index * per_param + b] for index in selected for b in range(per_param)]
+    mine = [unit for unit, place in enumerate(places) if place.replica == bucket.replica_rank]
+    if bucket.shard_group is None:
+        whole = _stack([units[unit] for unit in mine], dtype)
+        own = _orthogonalize_whole(bucket, whole, count)
+        shards = {unit: own[position] for position, unit in enumerate(mine)}
+    else:
+        shards = yield from _through_owners(bucket, units, places, mine, dtype, count)
+    if bucket.replica_group is not None:
+        shards = yield from _share_with_replicas(bucket, shards, places, units[0], count)
+    return [
+        shards[index * per_param][None]
+        if per_param == 1
+        else torch.stack([shards[index * per_param + b] for b in range(per_param)])
+        for index in range(len(momentum))
+    ]
+
+
+def _stack(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+    """One `[count, m, n]` tensor of a dtype, or None for nothing; a lone matrix of that dtype is not copied."""
+    if not matrices:
+        return None
+    if len(matrices) == 1:
+        return matrices[0][None].to(dtype)
+    stacked = torch.empty((len(matrices), *matrices[0].shape), dtype=dtype, device=matrices[0].device)
+    torch._foreach_copy_(list(stacked.unbind(0)), list(matrices))
+    return stacked
+
+
+def _orthogonalize_whole(bucket: Bucket, whole: Tensor | None, count: ExchangeCount) -> Tensor:
+    if whole is None:
+        return torch.empty(0)
+    count.matrices += len(whole) * max(1, len(bucket.blocks))
+    return orthogonalize_blocks(whole, bucket.blocks, bucket.orthogonalizer)
+
+
+def _through_owners(
+    bucket: Bucket,
+    units: Sequence[Tensor],
+    places: Sequence[Place],
+    mine: Sequence[int],
+    dtype: torch.dtype,
+    count: ExchangeCount,
+) -> Work[dict[int, Tensor]]:
+    """Two all-to-alls around orthogonalization; `mine` are the units of this replica."""
+    group, layout = bucket.shard_group, bucket.layout
+    assert group is not None
+    here = bucket.members[bucket.shard_rank]
+    by_owner = [[unit for unit in mine if places[unit].owner == owner] for owner in range(bucket.shard_count)]
+    owned = len(by_owner[bucket.shard_rank])
+    device, compute = units[0].device, bucket.orthogonalizer.dtype
+
+    outward_sizes = [len(sent) * here.numel for sent in by_owner]
+    inward_sizes = [owned * member.numel for member in bucket.members]
+    outward = torch.empty(sum(outward_sizes), dtype=dtype, device=device)
+    if here.numel:
+        ordered = [unit for sent in by_owner for unit in sent]
+        slots = outward.view(len(ordered), here.row_count, here.col_count).unbind(0)
+        torch._foreach_copy_(list(slots), [units[unit] for unit in ordered])
+    inward = torch.empty(sum(inward_sizes), dtype=dtype, device=device)
+    work = _all_to_all(inward, outward, inward_sizes, outward_sizes, group, count)
+    yield
+    if work is not None:
+        work.wait()
+    del outward
+
+    whole = torch.empty((owned, layout.m, layout.n), dtype=dtype, device=device) if owned else None
+    if whole is not None:
+        for member, piece in zip(bucket.members, inward.split(inward_sizes), strict=True):
+            if member.numel:
+                _put(whole, member.rows, member.cols, piece.view(owned, member.row_count, member.col_count))
+    del inward
+    result = _orthogonalize_whole(bucket, whole, count)
+    del whole
+
+    back = torch.empty(sum(inward_sizes), dtype=compute, device=device)
+    if owned:
+        for member, piece in zip(bucket.members, back.split(inward_sizes), strict=True):
+            if member.numel:
+                piece.view(owned, member.row_count, member.col_count).copy_(_take(result, member.rows, member.cols))
+    del result
+    received = torch.empty(sum(outward_sizes), dtype=compute, device=device)
+    work = _all_to_all(received, back, outward_sizes, inward_sizes, group, count)
+    yield
+    if work is not None:
+        work.wait()
+    del back
+    shards: dict[int, Tensor] = {}
+    for sent, piece in zip(by_owner, received.split(outward_sizes), strict=True):
+        for unit, shard in zip(sent, piece.view(len(sent), here.row_count, here.col_count), strict=True):
+            shards[unit] = shard
+    return shards
+
+
+def _share_with_replicas(
+    bucket: Bucket, shards: dict[int, Tensor], places: Sequence[Place], like: Tensor, count: ExchangeCount
+) -> Work[dict[int, Tensor]]:
+    """Every replica did its part of the units: gather the parts, padded to the longest."""
+    group = bucket.replica_group
+    by_replica = [
+        [unit for unit, place in enumerate(places) if place.replica == replica]
+        for replica in range(bucket.replica_count)
+    ]
+    longest = max(len(part) for part in by_replica)
+    dtype = bucket.orthogonalizer.dtype
+    own = torch.zeros((longest, *like.shape), dtype=dtype, device=like.device)
+    for position, unit in enumerate(by_replica[bucket.replica_rank]):
+        own[position].copy_(shards[unit])
+    gathered = torch.empty((len(by_replica) * longest, *like.shape), dtype=dtype, device=like.device)
+    if own.numel() == 0:
+        return {unit: like.to(dtype) for unit in range(len(places))}
+    count.all_gathers += 1
+    count.bytes_sent += own.numel() * own.element_size() * (len(by_replica) - 1)
+    work = dist.all_gather_into_tensor(gathered, own, group=group, async_op=True)
+    yield
+    if work is not None:
+        work.wait()
+    parts = gathered.view(len(by_replica), longest, *like.shape)
+    return {unit: parts[replica, position] for replica, part in enumerate(by_replica) for position, unit in enumerate(part)}
+
+
+def _all_to_all(
+    output: Tensor,
+    source: Tensor,
+    output_sizes: list[int],
+    source_sizes: list[int],
+    group: dist.ProcessGroup,
+    count: ExchangeCount,
+) -> dist.Work | None:
+    rank = dist.get_rank(group)
+    count.all_to_alls += 1
+    count.bytes_sent += (sum(source_sizes) - source_sizes[rank]) * source.element_size()
+    work: dist.Work | None = dist.all_to_all_single(
+        output, source, output_sizes, source_sizes, group=group, async_op=True
+    )
+    return work
+
+
+def _put(whole: Tensor, rows: slice | Tensor, cols: slice | Tensor, piece: Tensor) -> None:
+    """whole[:, rows, cols] = piece, for any mixture of slices and index tensors."""
+    if isinstance(rows, slice):
+        whole[:, rows][..., cols] = piece
+    elif isinstance(cols, slice):
+        whole[..., cols][:, rows] = piece
+    else:
+        whole[:, rows[:, None].to(whole.device), cols.to(whole.device)] = piece
+
+
+def _take(whole: Tensor, rows: slice | Tensor, cols: slice | Tensor) -> Tensor:
+    return whole[:, rows][..., cols]

@@ -1,0 +1,250 @@
+"""Where the logical matrices of one parameter lie: a pure description, read off its DTensor.
+
+A parameter of global shape `[..., output, input]` is a stack of logical matrices `[m, n]`. Its
+placements may shard the leading axes (whole matrices are spread over ranks: nothing to exchange),
+the matrix axes (a matrix must be made whole), or nothing. This module answers, for every rank that
+shares a matrix, which of its rows and columns that rank holds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from dmuown.errors import LayoutError, ParameterError
+
+Index = slice | Tensor
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's plain tensor: the local shard of a DTensor, or the tensor itself."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Rows and columns of a logical matrix held by one rank.
+
+    Attributes:
+        rows: Global row (output) indices: a slice where contiguous, else an int64 tensor.
+        cols: Global column (input) indices, likewise.
+        row_count: Number of rows.
+        col_count: Number of columns.
+    """
+
+    rows: Index
+    cols: Index
+    row_count: int
+    col_count: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of one matrix on this rank; 0 for an empty shard."""
+        return self.row_count * self.col_count
+
+
+class MatrixLayout:
+    """The layout of one matrix parameter.
+
+    Args:
+        param: Tensor or DTensor of at least two axes.
+        name: Its name, for errors.
+        transposed: Whether the last two axes are stored `[input, output]`.
+        flatten: Whether all axes after the first form one input axis (convolutions).
+
+    Attributes:
+        shape: Global shape of the parameter.
+        m: Output neurons (rows) of a logical matrix.
+        n: Input features (columns) of a logical matrix.
+        mesh: The parameter's mesh, or None for a plain tensor.
+        placements: Its placements, or () for a plain tensor.
+        row_dims: Mesh dimensions that shard the output axis.
+        col_dims: Mesh dimensions that shard the input axis.
+        batch_dims: Mesh dimensions that shard a leading axis.
+        replicate_dims: Mesh dimensions over which the parameter is replicated.
+
+    Raises:
+        ParameterError: Fewer than two axes.
+        LayoutError: Partial placements, or shards that match no known rule.
+    """
+
+    def __init__(self, param: Tensor, name: str, *, transposed: bool = False, flatten: bool = False) -> None:
+        if param.ndim < 2:
+            raise ParameterError(
+                name,
+                f"a matrix group takes parameters of at least 2 axes, got shape {tuple(param.shape)}",
+                'Move it to a group with algorithm="adamw"',
+            )
+        self.name = name
+        self.shape = tuple(param.shape)
+        self.transposed = transposed
+        self.flatten = flatten and param.ndim > 2
+        if transposed and self.flatten:
+            raise ParameterError(name, "matrix_transposed and flatten exclude each other", "Set only one of them")
+        self.row_axis = 0 if self.flatten else param.ndim - (1 if transposed else 2)
+        if self.flatten:
+            self.m, self.n = self.shape[0], math.prod(self.shape[1:])
+            self.leading_shape: tuple[int, ...] = ()
+        else:
+            last_two = self.shape[-2:]
+            self.m, self.n = (last_two[1], last_two[0]) if transposed else last_two
+            self.leading_shape = self.shape[:-2]
+        self.mesh: DeviceMesh | None = None
+        self.placements: tuple[Placement, ...] = ()
+        self.row_dims: tuple[int, ...] = ()
+        self.col_dims: tuple[int, ...] = ()
+        self.batch_dims: tuple[int, ...] = ()
+        self.replicate_dims: tuple[int, ...] = ()
+        local = local_tensor(param)
+        if isinstance(param, DTensor):
+            self.mesh = param.device_mesh
+            self.placements = tuple(param.placements)
+            self._classify_mesh_dims()
+        self.local_shape = tuple(local.shape)
+        self.local_batch = 1 if self.flatten else math.prod(self.local_shape[:-2])
+        self._check_local_shape()
+
+    def _classify_mesh_dims(self) -> None:
+        assert self.mesh is not None
+        dims: dict[str, list[int]] = {"row": [], "col": [], "batch": [], "replicate": []}
+        for mesh_dim, placement in enumerate(self.placements):
+            if placement.is_partial():
+                raise LayoutError(
+                    self.name,
+                    f"placement {placement} on mesh dimension {mesh_dim} holds unreduced partial sums",
+                    "Redistribute the parameter to Shard or Replicate before building the optimizer",
+                )
+            if self.mesh.size(mesh_dim) == 1:
+                continue
+            dims[self._kind(placement)].append(mesh_dim)
+        self.row_dims, self.col_dims = tuple(dims["row"]), tuple(dims["col"])
+        self.batch_dims, self.replicate_dims = tuple(dims["batch"]), tuple(dims["replicate"])
+
+    def _kind(self, placement: Placement) -> str:
+        if not isinstance(placement, (Shard, _StridedShard)):
+            return "replicate"
+        axis = placement.dim % len(self.shape)
+        if axis == self.row_axis:
+            return "row"
+        if self.flatten or axis >= len(self.shape) - 2:
+            return "col"
+        return "batch"
+
+    @property
+    def matrix_dims(self) -> tuple[int, ...]:
+        """Mesh dimensions that shard a matrix axis, ascending: those an exchange spans."""
+        return tuple(sorted((*self.row_dims, *self.col_dims)))
+
+    @cached_property
+    def own(self) -> Shards:
+        """This rank's shards."""
+        if self.mesh is None:
+            return self.shards_at(())
+        coordinate = self.mesh.get_coordinate()
+        if coordinate is None:
+            raise LayoutError(self.name, "this rank is not in the parameter's mesh", "Build the optimizer on its ranks")
+        return self.shards_at(tuple(coordinate))
+
+    def shards_at(self, coordinate: tuple[int, ...]) -> Shards:
+        """Return the rows and columns held at a mesh coordinate (pure; any rank can ask for any)."""
+        rows = torch.arange(self.m)
+        if self.flatten:
+            columns = torch.arange(self.n).reshape(self.shape[1:])
+        else:
+            columns = torch.arange(self.n)
+        for mesh_dim, placement in enumerate(self.placements):
+            assert self.mesh is not None
+            parts = self.mesh.size(mesh_dim)
+            if mesh_dim in self.row_dims:
+                rows = _take_shard(rows, placement, 0, parts, coordinate[mesh_dim])
+            elif mesh_dim in self.col_dims:
+                axis = placement.dim % len(self.shape) - 1 if self.flatten else 0  # type: ignore[attr-defined]
+                columns = _take_shard(columns, placement, axis, parts, coordinate[mesh_dim])
+        columns = columns.reshape(-1)
+        return Shards(_as_slice(rows), _as_slice(columns), rows.numel(), columns.numel())
+
+    def logical(self, local: Tensor) -> Tensor:
+        """View a local tensor of this parameter's shape as logical matrices `[batch, m_local, n_local]`.
+
+        Shares storage. Works for the parameter, its gradient and its `"grad"` state.
+        """
+        if self.flatten:
+            return local.view(1, local.shape[0], math.prod(local.shape[1:]))
+        if local.ndim != 3:
+            local = local.view(self.local_batch, *local.shape[-2:])
+        return local.mT if self.transposed else local
+
+    def logical_rows(self, local: Tensor) -> Tensor:
+        """View local `"grad_rows"` state as `[batch, m_local, 1]`. Shares storage."""
+        if self.flatten:
+            return local.view(1, local.shape[0], 1)
+        local = local.view(self.local_batch, *local.shape[-2:])
+        return local.mT if self.transposed else local
+
+    @property
+    def rows_shape(self) -> tuple[int, ...]:
+        """Global shape of `"grad_rows"` state."""
+        if self.flatten:
+            return (self.m, *([1] * (len(self.shape) - 1)))
+        return (*self.leading_shape, 1, self.m) if self.transposed else (*self.leading_shape, self.m, 1)
+
+    @property
+    def local_rows_shape(self) -> tuple[int, ...]:
+        """Shape of `"grad_rows"` state on this rank."""
+        if self.flatten:
+            return (self.own.row_count, *([1] * (len(self.shape) - 1)))
+        leading, rows = self.local_shape[:-2], self.own.row_count
+        return (*leading, 1, rows) if self.transposed else (*leading, rows, 1)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What two parameters must share to be updated as one bucket."""
+        return (self.shape, self.transposed, self.flatten, self.placements, self.mesh)
+
+    def _check_local_shape(self) -> None:
+        own = self.own
+        if self.flatten:
+            held = (self.local_shape[0], math.prod(self.local_shape[1:]))
+        else:
+            held = self.local_shape[-2:] if not self.transposed else (self.local_shape[-1], self.local_shape[-2])
+        if held != (own.row_count, own.col_count):
+            raise LayoutError(
+                self.name,
+                f"the local shard {self.local_shape} of global shape {self.shape} does not follow from placements "
+                f"{self.placements} on a mesh of shape {None if self.mesh is None else tuple(self.mesh.shape)}",
+                "Pad the sharded axis to a multiple of the mesh sizes, or shard another axis",
+            )
+
+
+def _take_shard(index: Tensor, placement: Placement, axis: int, parts: int, position: int) -> Tensor:
+    """Apply one Shard to an index tensor, by the same rule as DTensor applies it to data."""
+    if isinstance(placement, _StridedShard):
+        # DTensor cuts into split_factor pieces first and hands every rank its part of each piece.
+        pieces = _chunk(index, int(placement.split_factor), axis)
+        return torch.cat([_chunk(piece, parts, axis)[position] for piece in pieces], dim=axis)
+    return _chunk(index, parts, axis)[position]
+
+
+def _chunk(index: Tensor, parts: int, axis: int) -> list[Tensor]:
+    chunks = list(torch.chunk(index, parts, dim=axis))
+    empty = index.narrow(axis, 0, 0)
+    return chunks + [empty] * (parts - len(chunks))
+
+
+def _as_slice(index: Tensor) -> Index:
+    """Return a slice for a contiguous ascending run of indices, else the tensor itself."""
+    if index.numel() == 0:
+        return slice(0, 0)
+    first = int(index[0])
+    if torch.equal(index, torch.arange(first, first + index.numel())):
+        return slice(first, first + index.numel())
+    return index

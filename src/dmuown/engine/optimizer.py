@@ -1,0 +1,381 @@
+"""The engine: one `step` for every algorithm, on Dion's runtime where it is installed.
+
+`step` collects gradients, makes one task per bucket by looking up the group's algorithm, and runs
+the tasks. A task is the sentence of `dmuown.algorithms.base`; algorithms never override `step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from dmuown.algorithms import ElementwiseAlgorithm, MuonAlgorithm
+from dmuown.engine import loading, rows
+from dmuown.engine.base import AsyncRuntime, AsyncTask, _MuonBase
+from dmuown.engine.exchange import ExchangeCount, orthogonalize
+from dmuown.engine.gradients import NonFinite, collect_gradients
+from dmuown.engine.info import generation_of
+from dmuown.engine.layout import local_tensor
+from dmuown.engine.options import check_names, complete_group
+from dmuown.engine.planning import Chunk, Plan, make_plan
+from dmuown.engine.records import ParamRecord, make_records, named_tensors
+from dmuown.errors import OptionError, OptionTypeError, ParameterError
+from dmuown.state.allocate import allocate, allocate_rows
+
+#: Tasks in flight at once, as in Dion: one computes while others communicate.
+MAX_CONCURRENT_TASKS = 3
+
+
+class MuonEngine(_MuonBase):
+    """Base of `Muon`, `Muown` and the others; third parties register algorithms instead of deriving.
+
+    Args:
+        params: Tensors, groups, a generator, or `(name, tensor)` pairs such as `named_parameters()`.
+        distributed_mesh: Accepted for compatibility with Dion and checked for type only: collectives
+            follow each parameter's own DTensor mesh.
+        defaults: Group keys for groups that leave them out; `algorithm` and `lr` among them.
+        newton_schulz_func: `func(x, epsilon=...)`, replaces the orthogonalizer of every matrix group.
+        nonfinite: About gradients with NaN or infinity: `"propagate"` uses them as torch does,
+            `"skip"` leaves their parameter and its state alone, `"raise"` raises on every rank.
+
+    Attributes:
+        exchange_count: Counters of what this rank sent and orthogonalized.
+        orthogonalized: Logical matrices updated by the last step, over all owners.
+
+    Raises:
+        OptionError: A bad hyper-parameter; before any allocation.
+        ParameterError, LayoutError: A parameter that cannot be optimized so.
+        PlanMismatchError: Ranks were given different parameters or options.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        defaults: Mapping[str, Any],
+        distributed_mesh: DeviceMesh | ProcessGroup | None = None,
+        newton_schulz_func: Callable[..., Tensor] | None = None,
+        nonfinite: NonFinite = "propagate",
+    ) -> None:
+        self._generation = generation_of(_MuonBase)
+        _check_mesh_type(distributed_mesh)
+        if nonfinite not in ("raise", "skip", "propagate"):
+            raise OptionError("nonfinite", f"must be 'raise', 'skip' or 'propagate', got {nonfinite!r}")
+        if newton_schulz_func is not None and not callable(newton_schulz_func):
+            raise OptionTypeError("newton_schulz_func", f"must be callable, got {type(newton_schulz_func).__name__}")
+        self._class_defaults = {key: value for key, value in defaults.items() if value is not None}
+        check_names(self._class_defaults, type(self).__name__)
+        self._newton_schulz = newton_schulz_func
+        self._nonfinite: NonFinite = nonfinite
+        self._records: list[ParamRecord] = []
+        self._record_of: dict[Tensor, ParamRecord] = {}
+        self._gradients: dict[Tensor, Tensor] = {}
+        self._plan: Plan | None = None
+        self._complete = False
+        self._rows_unverified = True
+        self.exchange_count = ExchangeCount()
+        self.orthogonalized = 0
+        groups = _as_groups(params)
+        probe = {"params": [], **self._class_defaults}
+        complete_group(probe, type(self).__name__, self._class_defaults)
+        super().__init__(
+            groups,
+            distributed_mesh=None,
+            lr=probe["lr"],
+            mu=probe.get("mu", 0.95),
+            betas=(probe["beta1"], probe["beta2"]),
+            weight_decay=probe["weight_decay"],
+            epsilon=probe["epsilon"],
+            nesterov=probe.get("nesterov", False),
+        )
+        self.defaults.update({key: value for key, value in probe.items() if key != "params"})
+        for record in self._records:
+            self._get_or_initialize_state(record.param, record.algorithm.name)
+        self._complete = True
+        self._make_plan()
+        rows.initialize(self._plan_now(), self.state)
+
+    # ------------------------------------------------------------------ groups and state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; it is validated whole before anything is allocated or changed.
+
+        Args:
+            param_group: `params` (tensors, a generator or named pairs) and any options.
+
+        Raises:
+            OptionError, ParameterError, LayoutError: As at construction.
+        """
+        if not isinstance(param_group, dict):
+            raise OptionTypeError("param group", f"must be a dict, got {type(param_group).__name__}")
+        index = len(self.param_groups)
+        where = f"param group {index}"
+        if "params" not in param_group:
+            raise OptionError(f"{where}: params", "is missing")
+        tensors, names = named_tensors(param_group["params"], where)
+        group = {**param_group, "params": tensors}
+        complete_group(group, where, self._class_defaults)
+        names = names or group.get("param_names")
+        records = make_records(tensors, names, group, index)
+        self._check_unused(records)
+        if names:
+            group["params"] = list(zip(names, tensors, strict=True))
+        self._records += records
+        self._record_of.update({record.param: record for record in records})
+        try:
+            super().add_param_group(group)
+        except BaseException:
+            self._forget(records)
+            raise
+        if self._complete:
+            for record in records:
+                self._get_or_initialize_state(record.param, record.algorithm.name)
+            self._make_plan()
+            rows.initialize(self._plan_now(), self.state, {record.param for record in records})
+
+    def _forget(self, records: list[ParamRecord]) -> None:
+        for record in records:
+            self._records.remove(record)
+            del self._record_of[record.param]
+
+    def _check_unused(self, records: Iterable[ParamRecord]) -> None:
+        seen = dict(self._record_of)
+        for record in records:
+            if record.param in seen:
+                other = seen[record.param]
+                raise ParameterError(
+                    record.name,
+                    f"appears twice: also as {other.name!r} in param group {other.group_index}",
+                    "Pass every parameter once (tied weights share one parameter)",
+                )
+            seen[record.param] = record
+
+    @torch.no_grad()
+    def _get_or_initialize_state(self, param: Tensor, algo: str) -> dict[str, Any]:
+        """Return a parameter's state, allocated whole as its algorithm declares it (Dion's hook)."""
+        state: dict[str, Any] = self.state[param]
+        record = self._record_of[param]
+        missing = record.algorithm.state_spec.keys() - state.keys()
+        for key, spec in record.algorithm.state_spec.items():
+            if key in missing:
+                # AdamW's fused kernel reads the step on the parameter's device; elsewhere the host does.
+                on_host = spec.like == "scalar" and isinstance(record.algorithm, MuonAlgorithm)
+                device = torch.device("cpu") if on_host else local_tensor(param).device
+                state[key] = allocate(spec, param, _row_allocator(record), device)
+        return state
+
+    # ------------------------------------------------------------------ the step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Do one optimization step.
+
+        Args:
+            closure: Re-evaluates the model and returns the loss.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            GradientError: A sparse gradient, one laid out unlike its parameter, or (with
+                `nonfinite="raise"`) one that is not finite.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        plan = self._plan_now()
+        self._verify_rows(plan)
+        maximize = [self.param_groups[record.group_index]["maximize"] for record in self._records]
+        gradients = collect_gradients(self._records, self._nonfinite, maximize)
+        self._gradients = {
+            record.param: grad for record, grad in zip(self._records, gradients, strict=True) if grad is not None
+        }
+        for group in self.param_groups:
+            group["step"] += 1
+        self.orthogonalized = 0
+        try:
+            AsyncRuntime(self._create_tasks(), max_concurrent_tasks=MAX_CONCURRENT_TASKS).run()
+        finally:
+            self._gradients = {}
+        return loss
+
+    def _create_tasks(self) -> Generator[AsyncTask, None, None]:
+        """All tasks of a step, by the registry, through the hooks that Dion's own step calls."""
+        yield from self._create_ortho_tasks(self.param_groups)
+        yield from self._create_adamw_tasks(self.param_groups)
+
+    def _create_ortho_tasks(self, param_groups: list[dict[str, Any]]) -> Generator[AsyncTask, None, None]:
+        """Tasks of all matrix groups (hook of Dion's main): buckets by falling cost."""
+        for chunk in self._plan_now().chunks(self._gradients, param_groups):
+            yield AsyncTask(self._update_matrices(chunk))
+
+    def _create_muon_tasks(
+        self, param_groups: list[dict[str, Any]], algo_name: str = "muon"
+    ) -> Generator[AsyncTask, None, None]:
+        """The same hook under the name of Dion's revision 7452a58."""
+        yield from self._create_ortho_tasks(param_groups)
+
+    def _create_adamw_tasks(
+        self, param_groups: list[dict[str, Any]], algo_name: str = "adamw"
+    ) -> Generator[AsyncTask, None, None]:
+        """Tasks of all elementwise groups, AdamW and others."""
+        for records, group in self._plan_now().elementwise(param_groups):
+            yield AsyncTask(self._update_elements(records, group))
+
+    def _create_lion_tasks(
+        self, param_groups: list[dict[str, Any]], algo_name: str = "lion"
+    ) -> Generator[AsyncTask, None, None]:
+        """Nothing: Lion is one more row that `_create_adamw_tasks` finds in the registry."""
+        return
+        yield
+
+    def _update_matrices(self, chunk: Chunk) -> Generator[None, None, None]:
+        """The sentence: one bucket, or as much of it as `batch_size` allows."""
+        algorithm = chunk.algorithm
+        batch = chunk.batch(self.state, self._gradients)
+        gradient = yield from algorithm.prepare_gradient(batch)
+        momentum = algorithm.update_momentum(batch, gradient)
+        del gradient
+        update = yield from orthogonalize(chunk.bucket, chunk.selected, momentum, self.exchange_count)
+        del momentum
+        update = yield from algorithm.shape_update(batch, update)
+        yield from algorithm.apply(batch, update)
+        self.orthogonalized += len(chunk) * max(1, len(chunk.bucket.blocks))
+
+    def _update_elements(self, records: list[ParamRecord], group: dict[str, Any]) -> Generator[None, None, None]:
+        algorithm = records[0].algorithm
+        assert isinstance(algorithm, ElementwiseAlgorithm)
+        stepping = [record for record in records if record.param in self._gradients]
+        if stepping:
+            algorithm.update(
+                [local_tensor(record.param) for record in stepping],
+                [self._gradients[record.param] for record in stepping],
+                {
+                    key: [local_tensor(self.state[record.param][key]) for record in stepping]
+                    for key in algorithm.state_spec
+                },
+                group,
+            )
+        return
+        yield
+
+    # ------------------------------------------------------------------ magnitudes
+
+    @torch.no_grad()
+    def resync_magnitudes(self) -> None:
+        """Take row magnitudes anew from the weights, for weights that were changed from outside.
+
+        Call it on every rank after loading a model into parameters that this optimizer already
+        holds, or after swapping in averaged weights. Momentum is left as it is.
+        """
+        rows.initialize(self._plan_now(), self.state)
+        self._rows_unverified = False
+
+    def _verify_rows(self, plan: Plan) -> None:
+        if self._rows_unverified:
+            rows.verify(plan, self.state, self.param_groups)
+            self._rows_unverified = False
+
+    # ------------------------------------------------------------------ plan
+
+    def _plan_now(self) -> Plan:
+        if self._plan is None:
+            self._rebuild_records()
+            self._make_plan()
+        assert self._plan is not None
+        return self._plan
+
+    def _make_plan(self) -> None:
+        self._plan = make_plan(self._records, self.param_groups, self._newton_schulz)
+
+    def _rebuild_records(self) -> None:
+        """After unpickling or copying: the tensors are new, the groups are complete."""
+        self._records = []
+        for index, group in enumerate(self.param_groups):
+            self._records += make_records(group["params"], group.get("param_names"), group, index)
+        self._record_of = {record.param: record for record in self._records}
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load state of the same algorithms and parameters, saved on any base, in any of torch's ways.
+
+        Values are copied into the declared buffers in place and keep the declared dtype (torch's own
+        loader would cast them to the parameter's). Run-level settings, such as `muon_update_scale`
+        and the backend, stay as configured.
+
+        Raises:
+            CheckpointError: Another algorithm, missing or extra parameters or buffers, wrong shapes;
+                nothing has been changed then.
+        """
+        self._plan_now()
+        state_dict = copy(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        loading.load(self, self._records, state_dict)
+        self._rows_unverified = True
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _restore_step_tensor(self, state: dict[str, Any], param: Tensor, group: dict[str, Any]) -> None:
+        """Dion's main repairs its own step counter here; ours is declared state."""
+
+    def _live_hyperparams(self, index: int) -> tuple[str, ...]:
+        """Dion's main asks which options become device tensors: none, `lr` stays the caller's float."""
+        return ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_class_defaults", "_newton_schulz", "_nonfinite", "_generation", "_rows_unverified")
+        return {**super().__getstate__(), **{key: self.__dict__[key] for key in own}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._plan = None
+        self._complete = True
+        self._gradients = {}
+        self.__dict__.setdefault("exchange_count", ExchangeCount())
+        self.__dict__.setdefault("orthogonalized", 0)
+
+
+def _check_mesh_type(mesh: object) -> None:
+    if mesh is not None and not isinstance(mesh, (DeviceMesh, ProcessGroup)):
+        raise OptionTypeError("distributed_mesh", f"must be a DeviceMesh or ProcessGroup, got {type(mesh).__name__}")
+
+
+def _as_groups(params: Any) -> list[dict[str, Any]]:
+    """Return a list of groups, new dicts, from whatever torch accepts as `params`."""
+    if isinstance(params, Tensor):
+        raise OptionTypeError("params", "must be an iterable of tensors or groups, got one tensor", "Wrap it in a list")
+    if isinstance(params, dict):
+        raise OptionTypeError("params", "must be a list of groups, got one dict", "Wrap it in a list")
+    items = params if isinstance(params, (set, frozenset)) else list(params)
+    if not items:
+        raise ParameterError("params", "is empty", "Check what selected the parameters")
+    if isinstance(items, list) and isinstance(items[0], dict):
+        return [dict(group) if isinstance(group, dict) else group for group in items]
+    return [{"params": items}]
+
+
+def _row_allocator(record: ParamRecord) -> Callable[[torch.dtype], Tensor]:
+    def rows_of(dtype: torch.dtype) -> Tensor:
+        layout = record.layout
+        if layout is None:
+            raise OptionError(record.name, f"{record.algorithm.name} declares row state, which only matrices have")
+        return allocate_rows(
+            record.param,
+            global_shape=layout.rows_shape,
+            local_shape=layout.local_rows_shape,
+            input_dims=layout.col_dims,
+            dtype=dtype,
+        )
+
+    return rows_of

@@ -1,0 +1,226 @@
+"""Parameter groups: aliases resolved, defaults filled in, every value validated before any work."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from dmuown.algorithms import Algorithm, MuonAlgorithm, get_algorithm, loaded_algorithms
+from dmuown.errors import OptionError
+
+#: Other libraries' names for the same option.
+ALIASES = {
+    "wd": "weight_decay",
+    "use_cautious_wd": "cautious_wd",
+    "momentum": "mu",
+    "orthogonalization_strategy": "scheme",
+    "eps": "epsilon",
+    "adam_eps": "epsilon",
+}
+
+#: Aliases of `(beta1, beta2)`.
+BETA_ALIASES = ("betas", "adam_betas")
+
+#: Options of every matrix group, whatever its algorithm.
+MATRIX_OPTIONS: dict[str, Any] = {
+    "matrix_transposed": False,
+    "flatten": False,
+    "ns_steps": 5,
+    "ns_epsilon": None,
+    "ns_dtype": "auto",
+    "ns_norm": "add",
+    "ns_form": "auto",
+    "scheme": "newton_schulz",
+    "coefficients": None,
+    "backend": "auto",
+    "split_sizes": None,
+    "interleaved": False,
+    "num_heads": None,
+    "batch_size": None,
+    "use_triton": False,
+}
+
+#: Options of every group.
+COMMON_OPTIONS: dict[str, Any] = {
+    "lr": None,
+    "weight_decay": 0.0,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "epsilon": 1e-8,
+    "step": 0,
+    "algorithm": None,
+    "maximize": False,
+    "foreach": None,
+}
+
+#: Run-level settings: read from the configuration, also on resume; a checkpoint's values are set aside.
+RUN_LEVEL_OPTIONS = (
+    "muon_update_scale",
+    "backend",
+    "batch_size",
+    "use_triton",
+    "foreach",
+    "ns_dtype",
+    "ns_form",
+    "fused_adam",
+    "maximize",
+)
+
+#: Constructor arguments that groups of any algorithm inherit; the others stay with the optimizer's own algorithm.
+SHARED_OPTIONS = frozenset({*COMMON_OPTIONS, *RUN_LEVEL_OPTIONS, "mu", "cautious_wd", "ns_steps"}) - {"algorithm"}
+
+#: Keys that schedulers, hosts and torch itself put into groups, and that mean nothing here.
+FOREIGN_KEYS = frozenset(
+    "params param_names name names initial_lr max_lr min_lr max_momentum base_momentum lr_mult wd_mult pre_lr_mult "
+    "pre_wd_mult start_wd end_wd is_expert is_expert_parallel is_decoupled_lr capturable differentiable fused "
+    "foreach_adam is_adamw swa_lr dmuon_route dmuon_optimizer matrix_optimizer decoupled_weight_decay amsgrad".split()
+)
+
+
+def complete_group(group: dict[str, Any], where: str, class_defaults: Mapping[str, Any]) -> Algorithm:
+    """Validate one group in place and fill in what it leaves out.
+
+    Order of precedence: the group's own keys, the optimizer's arguments, the algorithm's defaults.
+
+    Args:
+        group: A param group, changed in place.
+        where: How errors call it, such as `"param group 1"`.
+        class_defaults: The optimizer's constructor arguments as group keys.
+
+    Returns:
+        The group's algorithm.
+
+    Raises:
+        OptionError: An unknown key or a bad value.
+    """
+    _resolve_aliases(group, where)
+    class_defaults = dict(class_defaults)
+    _resolve_aliases(class_defaults, where)
+    name = group.get("algorithm", class_defaults["algorithm"])
+    if name in ("adam", "adamw") and "is_adamw" in group:
+        name = "adamw" if group["is_adamw"] else "adam"
+    algorithm = get_algorithm(name)
+    group["algorithm"] = name
+    known = {**COMMON_OPTIONS, **(MATRIX_OPTIONS if isinstance(algorithm, MuonAlgorithm) else {})}
+    own = algorithm.all_options()
+    for key in group:
+        if key not in known and key not in own and key not in FOREIGN_KEYS and key not in every_option():
+            _refuse_unknown(key, where, {*known, *own, *ALIASES, *BETA_ALIASES})
+    if name != class_defaults["algorithm"]:
+        # What belongs to the optimizer's own algorithm does not leak into groups of another.
+        class_defaults = {key: value for key, value in class_defaults.items() if key in SHARED_OPTIONS}
+    for key, default in {**known, **own, **class_defaults}.items():
+        group.setdefault(key, default)
+    _validate(group, where)
+    algorithm.check_options(group)
+    return algorithm
+
+
+def every_option() -> set[str]:
+    """Names of all options of all registered algorithms: one optimizer may hold groups of any."""
+    own = (key for algorithm in loaded_algorithms() for key in algorithm.all_options())
+    return {*COMMON_OPTIONS, *MATRIX_OPTIONS, *own}
+
+
+def check_names(arguments: Mapping[str, Any], where: str) -> None:
+    """Refuse constructor arguments that no algorithm knows.
+
+    Raises:
+        OptionError: With the nearest name.
+    """
+    known = every_option() | set(ALIASES) | set(BETA_ALIASES)
+    for key in arguments:
+        if key not in known and key not in FOREIGN_KEYS:
+            _refuse_unknown(key, where, known)
+
+
+def _resolve_aliases(group: dict[str, Any], where: str) -> None:
+    for alias, canonical in ALIASES.items():
+        if alias in group:
+            if canonical in group and group[canonical] != group[alias]:
+                raise OptionError(f"{where}: {alias}", f"disagrees with {canonical}, its alias", "Give one of them")
+            group[canonical] = group.pop(alias)
+    for alias in BETA_ALIASES:
+        if alias in group:
+            betas = group.pop(alias)
+            if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+                raise OptionError(f"{where}: {alias}", f"must be two numbers, got {betas!r}")
+            group.setdefault("beta1", betas[0])
+            group.setdefault("beta2", betas[1])
+
+
+def _refuse_unknown(key: str, where: str, known: set[str]) -> None:
+    near = difflib.get_close_matches(key, sorted(known), n=1)
+    hint = f"Did you mean {near[0]!r}" if near else "Remove it"
+    raise OptionError(f"{where}: {key}", "is not an option of this algorithm", hint)
+
+
+def _validate(group: dict[str, Any], where: str) -> None:
+    for key, (rule, holds) in _NUMBER_RULES.items():
+        if key in group and group[key] is not None:
+            group[key] = checked_number(group[key], f"{where}: {key}", rule, holds)
+    if group["lr"] is None:
+        raise OptionError(f"{where}: lr", "is missing")
+    for key in ("nesterov", "cautious_wd", "matrix_transposed", "flatten", "interleaved", "maximize", "use_triton"):
+        if key in group and not isinstance(group[key], bool):
+            raise OptionError(f"{where}: {key}", f"must be True or False, got {group[key]!r}")
+    for key in ("ns_steps", "batch_size", "num_heads"):
+        if group.get(key) is not None:
+            _check_count(group[key], f"{where}: {key}")
+    if group.get("split_sizes") is not None:
+        for other in ("num_heads", "flatten"):
+            if group.get(other) and group[other] != 1:
+                raise OptionError(f"{where}: split_sizes", f"excludes {other}", "Set only one of them")
+    if group.get("flatten") and (group.get("num_heads") or 1) > 1:
+        raise OptionError(f"{where}: num_heads", "excludes flatten", "Set only one of them")
+
+
+def _check_count(value: object, subject: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise OptionError(subject, f"must be an integer of at least 1, got {value!r}")
+
+
+Check = tuple[str, Callable[[float], bool]]
+_AT_LEAST_ZERO: Check = ("finite and >= 0", lambda value: 0 <= value < math.inf)
+_UNIT: Check = ("in [0, 1)", lambda value: 0 <= value < 1)
+_POSITIVE: Check = ("finite and > 0", lambda value: 0 < value < math.inf)
+
+_NUMBER_RULES: dict[str, Check] = {
+    "lr": _AT_LEAST_ZERO,
+    "weight_decay": _AT_LEAST_ZERO,
+    "mu": _UNIT,
+    "beta1": _UNIT,
+    "beta2": _UNIT,
+    "muon_beta2": _UNIT,
+    "epsilon": _POSITIVE,
+    "ns_epsilon": _POSITIVE,
+    "normalization_epsilon": _POSITIVE,
+    "muon_update_scale": _AT_LEAST_ZERO,
+}
+
+
+def checked_number(value: Any, subject: str, rule: str, holds: Callable[[float], bool]) -> Any:
+    """Return `value` as a number that obeys a rule; tensors pass as they are (live hyper-parameters).
+
+    A string that spells a number is taken as one: YAML reads `1e-4` as a string.
+
+    Raises:
+        OptionError: Not a number, or against the rule.
+    """
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            raise OptionError(subject, f"must be a number {rule}, got the string {value!r}") from None
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise OptionError(subject, f"must be a number {rule}, got {value!r}")
+    if not holds(float(value)):
+        raise OptionError(subject, f"must be {rule}, got {value!r}")
+    return value

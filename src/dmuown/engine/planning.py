@@ -1,0 +1,191 @@
+"""From records to the plan of a step, and from the plan to the chunks that run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dmuown.algorithms import MatrixBatch, MuonAlgorithm
+from dmuown.engine.agreement import first_difference
+from dmuown.engine.groups import control_group
+from dmuown.engine.layout import local_tensor
+from dmuown.engine.plan import Bucket, assign_owners, make_bucket
+from dmuown.engine.records import ParamRecord
+from dmuown.errors import PlanMismatchError
+from dmuown.orthogonalize import resolve_orthogonalizer
+
+State = Mapping[Tensor, Mapping[str, Any]]
+
+
+@dataclass
+class Chunk:
+    """Part of a bucket that is updated as one task.
+
+    Attributes:
+        bucket: The bucket.
+        algorithm: Its algorithm.
+        selected: Indices of the bucket's parameters that step.
+        group: Their param group.
+    """
+
+    bucket: Bucket
+    algorithm: MuonAlgorithm
+    selected: list[int]
+    group: dict[str, Any]
+
+    def __len__(self) -> int:
+        """Logical matrices in it, fused blocks not counted singly."""
+        return len(self.selected) * self.bucket.units_per_param
+
+    def batch(self, state: State, gradients: Mapping[Tensor, Tensor]) -> MatrixBatch:
+        """View the chunk's parameters, gradients and state as logical matrices."""
+        bucket, layout = self.bucket, self.bucket.layout
+        params = [bucket.params[index] for index in self.selected]
+        views: dict[str, list[Tensor]] = {}
+        for key, spec in self.algorithm.state_spec.items():
+            tensors = [local_tensor(state[param][key]) for param in params]
+            if spec.like == "grad":
+                tensors = [layout.logical(tensor) for tensor in tensors]
+            elif spec.like == "grad_rows":
+                tensors = [layout.logical_rows(tensor) for tensor in tensors]
+            views[key] = tensors
+        return MatrixBatch(
+            names=[bucket.names[index] for index in self.selected],
+            weights=[layout.logical(local_tensor(param).detach()) for param in params],
+            gradients=[layout.logical(gradients[param].detach().contiguous()) for param in params],
+            state=views,
+            options=self.group,
+            m=layout.m,
+            n=layout.n,
+            block_rows=bucket.block_row_counts,
+            block_of_row=bucket.block_of_row,
+            input_group=bucket.input_group,
+            output_group=bucket.output_group,
+        )
+
+
+@dataclass
+class Plan:
+    """What a step does, as far as it does not depend on which gradients exist.
+
+    Attributes:
+        buckets: Matrix buckets, by falling cost.
+        records: All parameters.
+    """
+
+    buckets: list[Bucket]
+    records: list[ParamRecord]
+
+    def chunks(self, gradients: Mapping[Tensor, Tensor], groups: Sequence[dict[str, Any]]) -> Iterator[Chunk]:
+        """Split each bucket's stepping parameters by its group's `batch_size` (matrices at once)."""
+        for bucket in self.buckets:
+            group = groups[bucket.group_index]
+            selected = [index for index, param in enumerate(bucket.params) if param in gradients]
+            if not selected:
+                continue
+            limit = group["batch_size"]
+            size = len(selected) if limit is None else max(1, limit // max(1, bucket.units_per_param))
+            algorithm = self.algorithm_of(bucket)
+            for start in range(0, len(selected), size):
+                yield Chunk(bucket, algorithm, selected[start : start + size], group)
+
+    def elementwise(self, groups: Sequence[dict[str, Any]]) -> Iterator[tuple[list[ParamRecord], dict[str, Any]]]:
+        """Elementwise parameters by group, device and dtype, which is what fused kernels take at once."""
+        parts: dict[tuple[object, ...], list[ParamRecord]] = defaultdict(list)
+        for record in self.records:
+            if record.layout is None:
+                parts[record.group_index, record.param.device, record.param.dtype].append(record)
+        for records in parts.values():
+            yield records, groups[records[0].group_index]
+
+    def algorithm_of(self, bucket: Bucket) -> MuonAlgorithm:
+        """The algorithm of a bucket's parameters."""
+        if not hasattr(self, "_algorithms"):
+            self._algorithms = {record.param: record.algorithm for record in self.records}
+        algorithm = self._algorithms[bucket.params[0]]
+        assert isinstance(algorithm, MuonAlgorithm)
+        return algorithm
+
+
+def make_plan(
+    records: Sequence[ParamRecord],
+    groups: Sequence[Mapping[str, Any]],
+    newton_schulz_func: Callable[..., Tensor] | None,
+) -> Plan:
+    """Bucket the matrix parameters, compare the plan across ranks, and assign owners.
+
+    Collective over every mesh that the parameters lie on.
+
+    Raises:
+        PlanMismatchError: A parameter differs between ranks; the error names it.
+    """
+    _compare(records, groups)
+    parts: dict[tuple[object, ...], list[ParamRecord]] = defaultdict(list)
+    for record in records:
+        if record.layout is not None:
+            key = (record.group_index, record.layout.key, record.blocks, record.param.dtype, record.param.device)
+            parts[_hashable(key)].append(record)
+    buckets = []
+    for part in parts.values():
+        first = part[0]
+        assert first.layout is not None
+        options: dict[str, Any] = {**groups[first.group_index], "newton_schulz_func": newton_schulz_func}
+        buckets.append(
+            make_bucket(
+                first.group_index,
+                [record.param for record in part],
+                [record.name for record in part],
+                first.layout,
+                first.blocks,
+                resolve_orthogonalizer(options, local_tensor(first.param).device),
+            )
+        )
+    buckets.sort(key=lambda bucket: -bucket.flops_per_unit * len(bucket.params))
+    assign_owners(buckets)
+    return Plan(buckets, list(records))
+
+
+def _hashable(key: tuple[object, ...]) -> tuple[object, ...]:
+    group, layout, blocks, dtype, device = key
+    spans = tuple((block.start, block.stop, block.step) for block in blocks)  # type: ignore[attr-defined]
+    return (group, layout, spans, dtype, device)
+
+
+def _compare(records: Sequence[ParamRecord], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Compare what ranks were given, mesh by mesh, before the first tensor collective."""
+    by_mesh: dict[object, list[ParamRecord]] = defaultdict(list)
+    for record in records:
+        if isinstance(record.param, DTensor):
+            by_mesh[record.param.device_mesh].append(record)
+    for members in by_mesh.values():
+        first = members[0].param
+        assert isinstance(first, DTensor)
+        group = control_group(first.device_mesh)
+        lines = [_describe(record, groups[record.group_index]) for record in members]
+        difference = first_difference(lines, group)
+        if difference is not None:
+            rank, index = difference
+            name = members[index].name if index < len(members) else f"parameter {index}"
+            here = lines[index] if index < len(lines) else "absent"
+            ranks = dist.get_process_group_ranks(group) if group is not None else [0]
+            raise PlanMismatchError(
+                name,
+                f"ranks {ranks[0]} and {ranks[rank]} disagree on it; here it is: {here}",
+                "Build the same model, policy and options on every rank",
+            )
+
+
+#: Group keys that may differ between ranks without harm.
+_RANK_LOCAL = frozenset({"params", "param_names", "step"})
+
+
+def _describe(record: ParamRecord, group: Mapping[str, Any]) -> str:
+    options = {key: str(value) for key, value in sorted(group.items()) if key not in _RANK_LOCAL}
+    placements = record.param.placements if isinstance(record.param, DTensor) else ()
+    return f"{record.name}: shape {tuple(record.param.shape)}, {record.param.dtype}, {placements}, {options}"

@@ -1,0 +1,129 @@
+"""What the engine knows of each parameter: its name, group, algorithm and layout; all checked before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dmuown.algorithms import Algorithm, MuonAlgorithm, get_algorithm
+from dmuown.engine.layout import MatrixLayout
+from dmuown.errors import LayoutError, OptionError, OptionTypeError, ParameterError
+from dmuown.orthogonalize import Blocks, blocks_from_heads, blocks_from_split_sizes, interleaved_blocks
+
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass
+class ParamRecord:
+    """One parameter.
+
+    Attributes:
+        param: The tensor or DTensor itself.
+        name: Its name, given or made up.
+        group_index: Its param group.
+        algorithm: Its algorithm.
+        layout: Where its matrices lie; None for elementwise algorithms.
+        blocks: Row blocks of a fused weight; () for one block.
+    """
+
+    param: Tensor
+    name: str
+    group_index: int
+    algorithm: Algorithm
+    layout: MatrixLayout | None = None
+    blocks: Blocks = ()
+
+
+def named_tensors(params: Any, where: str) -> tuple[list[Tensor], list[str] | None]:
+    """Split what a group calls `params` into tensors and names, as torch accepts them.
+
+    Args:
+        params: A tensor, or an iterable of tensors or of `(name, tensor)` pairs.
+        where: How errors call the group.
+
+    Raises:
+        OptionTypeError: A set (no order), or something that is no tensor.
+        ParameterError: Nothing in it.
+    """
+    if isinstance(params, Tensor):
+        params = [params]
+    if isinstance(params, (set, frozenset)):
+        raise OptionTypeError(f"{where}: params", "must be ordered, got a set", "Pass a list")
+    items = list(params)
+    if not items:
+        raise ParameterError(f"{where}: params", "is empty", "Leave the group out, or check what selected its parameters")
+    names = [item[0] for item in items if isinstance(item, tuple)]
+    tensors = [item[1] if isinstance(item, tuple) else item for item in items]
+    if names and len(names) != len(items):
+        raise OptionError(f"{where}: params", "must be named throughout or not at all")
+    for item in tensors:
+        if not isinstance(item, Tensor):
+            raise OptionTypeError(f"{where}: params", f"must hold tensors, got {type(item).__name__}")
+    return tensors, names or None
+
+
+def make_records(
+    tensors: Iterable[Tensor], names: list[str] | None, group: Mapping[str, Any], group_index: int
+) -> list[ParamRecord]:
+    """Check the parameters of one complete group and describe them.
+
+    Raises:
+        ParameterError: A parameter that cannot be optimized so; the error names it.
+        LayoutError: A layout that cannot be supported.
+    """
+    algorithm = get_algorithm(group["algorithm"])
+    records = []
+    for position, tensor in enumerate(tensors):
+        name = names[position] if names else f"param group {group_index}, parameter {position}"
+        _check_tensor(tensor, name)
+        record = ParamRecord(tensor, name, group_index, algorithm)
+        if isinstance(algorithm, MuonAlgorithm):
+            record.layout = MatrixLayout(
+                tensor, name, transposed=group["matrix_transposed"], flatten=group["flatten"]
+            )
+            record.blocks = _blocks(record.layout, group, name)
+        elif isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+            raise LayoutError(
+                name,
+                f"placements {tensor.placements} hold unreduced partial sums",
+                "Redistribute the parameter to Shard or Replicate before building the optimizer",
+            )
+        records.append(record)
+    return records
+
+
+def _check_tensor(tensor: Tensor, name: str) -> None:
+    if tensor.is_meta or (isinstance(tensor, DTensor) and tensor.to_local().is_meta):
+        raise ParameterError(name, "is on the meta device and holds no values", "Materialize and load the model first")
+    if tensor.dtype not in _FLOATING:
+        raise ParameterError(
+            name, f"must be a real floating-point tensor, got {tensor.dtype}", "Leave it out of the optimizer"
+        )
+    if tensor.layout != torch.strided:
+        raise ParameterError(name, f"must be dense, got layout {tensor.layout}", "Convert it with to_dense()")
+    if not (tensor.is_leaf or tensor.retains_grad):
+        raise ParameterError(name, "is not a leaf tensor", "Pass the parameter itself, not a result of operations on it")
+
+
+def _blocks(layout: MatrixLayout, group: Mapping[str, Any], name: str) -> Blocks:
+    split_sizes, num_heads = group["split_sizes"], group["num_heads"]
+    if split_sizes is None and (num_heads is None or num_heads == 1):
+        return ()
+    if split_sizes is None and len(layout.shape) != 2:
+        raise ParameterError(name, f"num_heads takes weights of 2 axes, got shape {layout.shape}", "Use split_sizes")
+    try:
+        if split_sizes is None:
+            return blocks_from_heads(num_heads, layout.m)
+        blocks = blocks_from_split_sizes(split_sizes, layout.m)
+        if group["interleaved"]:
+            if len(set(split_sizes)) != 1:
+                raise OptionError("interleaved", f"needs blocks of equal size, got {tuple(split_sizes)}")
+            return interleaved_blocks(len(split_sizes), layout.m)
+        return blocks
+    except OptionError as error:
+        raise OptionError(f"{name}: {error.subject}", error.rule, error.remedy) from None
