@@ -72,10 +72,8 @@ def enable() -> tuple[Patch, ...]:
     infrastructure = importlib.import_module(_INFRASTRUCTURE)
     original = getattr(infrastructure, _FUNCTION)
     replacement = _on_cpu(original)
-    # Modules imported earlier hold their own reference to the function.
-    for name, module in list(sys.modules.items()):
-        if name.startswith("nemo_automodel") and getattr(module, _FUNCTION, None) is original:
-            _replace(module, _FUNCTION, replacement)
+    for module in _modules_that_bind(original):
+        _replace(module, _FUNCTION, replacement)
     _applied = (
         Patch("torch.cuda.reset_peak_memory_stats", "does nothing"),
         Patch("torch.cuda.current_device", "returns 0"),
@@ -93,9 +91,22 @@ def disable() -> None:
     """Put the replaced functions back."""
     global _applied
     while _replaced:
-        entry = _replaced.pop()
-        setattr(entry.owner, entry.attribute, entry.original)
+        owner, attribute, original = _replaced.pop()
+        # Modules imported since then took the replacement.
+        for module in _modules_that_bind(getattr(owner, attribute)) if attribute == _FUNCTION else ():
+            setattr(module, attribute, original)
+        setattr(owner, attribute, original)
     _applied = ()
+
+
+def _modules_that_bind(function: Any) -> list[Any]:
+    """Modules of the host that hold their own reference to the function."""
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        # Not getattr: packages of the host import lazily, and raise for names they do not have.
+        if name.startswith("nemo_automodel") and vars(module).get(_FUNCTION) is function
+    ]
 
 
 def _replace(owner: Any, attribute: str, replacement: Any) -> None:

@@ -17,9 +17,12 @@ from typing import Any
 from torch import nn
 
 from dmuown.errors import ParameterError
-from dmuown.policy.roles import ParameterRole, Role, parameter_roles
+from dmuown.policy.roles import ParameterRole, Role, describe_parameters
 
 logger = logging.getLogger(__name__)
+
+ELEMENTWISE = frozenset({"adamw", "adam", "lion"})
+"""Algorithms that orthogonalize nothing."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def count_matrices(groups: Iterable[dict[str, Any]]) -> int:
     """Count the matrices that groups orthogonalize; a stack of experts counts each of its matrices."""
     total = 0
     for group in groups:
-        if group["algorithm"] in ("adamw", "adam", "lion"):
+        if group["algorithm"] in ELEMENTWISE:
             continue
         for entry in group["params"]:
             parameter = entry[1] if isinstance(entry, tuple) else entry
@@ -122,7 +125,7 @@ def count_matrices(groups: Iterable[dict[str, Any]]) -> int:
 
 
 def _groups_of(part: nn.Module, rules: GroupingRules, used: _Used) -> list[dict[str, Any]]:
-    roles = parameter_roles(part)
+    roles = describe_parameters(part)
     if not roles:
         raise ParameterError(
             type(part).__name__, "has no trainable parameter", "Unfreeze some: see freeze_config in the YAML"

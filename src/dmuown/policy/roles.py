@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from dmuown.errors import ParameterError
+from dmuown.policy.names import canonical_name
 
 
 class Role(StrEnum):
@@ -67,24 +68,18 @@ class ParameterRole:
     reason: str
 
 
-_WRAPPER_COMPONENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+def parameter_roles(model: nn.Module) -> dict[str, Role]:
+    """Return the role of every parameter, trainable or not, by each of its canonical names.
 
-
-def canonical_name(name: str) -> str:
-    """Strip what wrappers put into a fully qualified name.
-
-    `torch.compile` (`_orig_mod`), activation checkpointing (`_checkpoint_wrapped_module`) and FSDP1
-    (`_fsdp_wrapped_module`) anywhere; DDP's `module` at the front only, since a model may have a
-    submodule of that name.
+    Raises:
+        ParameterError: As `describe_parameters`.
     """
-    parts = [part for part in name.split(".") if part not in _WRAPPER_COMPONENTS]
-    while len(parts) > 1 and parts[0] == "module":
-        parts.pop(0)
-    return ".".join(parts)
+    described = describe_parameters(model, trainable_only=False)
+    return {name: entry.role for entry in described for name in (entry.name, *entry.aliases)}
 
 
-def parameter_roles(model: nn.Module, *, trainable_only: bool = True) -> list[ParameterRole]:
-    """Return the role of every parameter of `model`, in the order of `model.named_parameters()`.
+def describe_parameters(model: nn.Module, *, trainable_only: bool = True) -> list[ParameterRole]:
+    """Describe every parameter of `model` once, in the order of `model.named_parameters()`.
 
     A parameter reached by several names is listed once. Its owner is the use with the strongest
     role (an embedding before the head tied to it), its other names are aliases.

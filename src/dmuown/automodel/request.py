@@ -1,0 +1,223 @@
+"""What a run was asked for: the YAML file and its overrides, checked before any work.
+
+Everything here is cheap, and nothing of it builds a model or a process group. The command line
+checks a request once before it starts processes; every rank checks its own again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dmuown.automodel.configs import MatrixOptimizerConfig
+from dmuown.errors import CheckpointError, OptionError
+
+_OWN = "dmuown."
+
+
+@dataclass(frozen=True)
+class Request:
+    """A fine-tuning run, checked.
+
+    Attributes:
+        path: The YAML file.
+        config: Its content with the overrides applied, as plain containers.
+        overrides: The overrides as `--dotted.key=value`.
+        recipe: Dotted path of the host's recipe class.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    overrides: tuple[str, ...]
+    recipe: str
+
+    def get(self, dotted: str, default: Any = None) -> Any:
+        """Return the value at a dotted key, or `default`."""
+        node: Any = self.config
+        for part in dotted.split("."):
+            if not isinstance(node, Mapping) or part not in node:
+                return default
+            node = node[part]
+        return node
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Folder of checkpoints and logs; the host's default where the YAML names none."""
+        return Path(self.get("checkpoint.checkpoint_dir") or "checkpoints")
+
+
+def read_request(path: str | os.PathLike[str], arguments: Sequence[str] = ()) -> Request:
+    """Read and check a YAML file and `--dotted.key value` arguments.
+
+    Raises:
+        OptionError: The file is missing or no mapping, an argument is no override, an option of a
+            dmuown optimizer is unknown or out of range, `recipe` is unknown, or a path in the
+            configuration does not exist.
+        CheckpointError: The checkpoint to resume from does not exist or belongs to another algorithm.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise OptionError(str(path), "is no file", "Give the path of a YAML configuration")
+    try:
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise OptionError(str(path), f"is no valid YAML: {error}", "Correct it") from None
+    if not isinstance(config, dict):
+        raise OptionError(str(path), "must be a mapping of sections", "See configs/automodel for examples")
+    overrides = parse_overrides(arguments)
+    for dotted, value in overrides.items():
+        _set(config, dotted, value)
+    written = tuple(f"--{dotted}={value}" for dotted, value in overrides.items())
+    request = Request(file, config, written, _recipe(config))
+    check_paths(request)
+    check_optimizer(config.get("optimizer"))
+    check_checkpoint(request)
+    return request
+
+
+def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return {dotted key: value} of `--dotted.key value` and `--dotted.key=value`.
+
+    Values are Python literals, true, false, none, or strings. A key without a value means true.
+
+    Raises:
+        OptionError: An argument belongs to no key.
+    """
+    from nemo_automodel.components.config.loader import translate_value
+
+    overrides: dict[str, Any] = {}
+    rest = list(arguments)
+    while rest:
+        key = rest.pop(0)
+        if not key.startswith("--") or key in ("--", "--="):
+            raise OptionError(key, "belongs to no --dotted.key", "Write overrides as --section.key value")
+        name, equals, value = key[2:].partition("=")
+        if not equals:
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else "True"
+        overrides[name] = translate_value(value)
+    return overrides
+
+
+def check_optimizer(section: Any) -> None:
+    """Check the `optimizer` section where it names something of dmuown; others are the host's to check.
+
+    Raises:
+        OptionError: There is no section, its `_target_` is one of our optimizer classes or unknown,
+            or an option is wrong.
+    """
+    if not isinstance(section, Mapping) or not isinstance(section.get("_target_"), str):
+        raise OptionError("optimizer", "must be a section with a _target_", "Write _target_: dmuown.automodel.MuownConfig")
+    target: str = section["_target_"]
+    config_class = own_config(target)
+    if config_class is None:
+        if target.startswith(_OWN):
+            name = target.rpartition(".")[2].removesuffix("Config")
+            raise OptionError(
+                "optimizer._target_",
+                f"must be a configuration class, got {target!r}: the host would hand it one flat list of parameters",
+                f"Write _target_: dmuown.automodel.{name}Config",
+            )
+        return
+    config_class(**{key: value for key, value in section.items() if key != "_target_"})
+
+
+def own_config(target: str) -> type[MatrixOptimizerConfig] | None:
+    """Return the configuration class of this package that a `_target_` names, or None."""
+    import dmuown.automodel
+
+    package, _, name = target.rpartition(".")
+    if package not in ("dmuown.automodel", "dmuown.automodel.configs"):
+        return None
+    found = getattr(dmuown.automodel, name, None)
+    return found if isinstance(found, type) and issubclass(found, MatrixOptimizerConfig) else None
+
+
+def check_paths(request: Request) -> None:
+    """Check that local files the configuration names exist.
+
+    Raises:
+        OptionError: A model folder or data file does not exist.
+    """
+    model = request.get("model.pretrained_model_name_or_path")
+    if isinstance(model, str) and _is_path(model) and not Path(model).expanduser().exists():
+        raise OptionError(
+            "model.pretrained_model_name_or_path", f"{model!r} does not exist", "Give the folder of a checkpoint"
+        )
+    for section, content in request.config.items():
+        if "dataset" not in section or not isinstance(content, Mapping):
+            continue
+        named = content.get("path_or_dataset_id")
+        for entry in named if isinstance(named, list) else [named]:
+            if isinstance(entry, str) and entry.endswith((".json", ".jsonl")) and not Path(entry).is_file():
+                raise OptionError(f"{section}.path_or_dataset_id", f"{entry!r} is no file", "Give the path of the data")
+
+
+def check_checkpoint(request: Request) -> None:
+    """Check the checkpoint that the run resumes from: named, or the latest in the checkpoint folder.
+
+    Raises:
+        CheckpointError: It does not exist, or another algorithm wrote it.
+    """
+    from nemo_automodel.components.checkpoint.utils import find_latest_checkpoint
+
+    restore = request.get("checkpoint.restore_from")
+    if restore is None or str(restore).upper() == "LATEST":
+        found = find_latest_checkpoint(request.checkpoint_dir) if request.checkpoint_dir.is_dir() else None
+        folder = None if found is None else Path(found)
+    else:
+        folder = Path(restore) if os.sep in str(restore) else request.checkpoint_dir / str(restore)
+        if not folder.is_dir():
+            raise CheckpointError("checkpoint.restore_from", f"{str(folder)!r} does not exist", "Give a saved checkpoint")
+    if folder is None or not (folder / "config.yaml").is_file():
+        return
+    saved = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    before = _algorithm(saved.get("optimizer") if isinstance(saved, Mapping) else None)
+    now = _algorithm(request.config.get("optimizer"))
+    if before != now and None not in (before, now):
+        raise CheckpointError(
+            str(folder),
+            f"was written by {before}, and this run uses {now}",
+            "Resume with the optimizer that wrote it, or start in another checkpoint.checkpoint_dir",
+        )
+
+
+def _algorithm(section: Any) -> str | None:
+    target = section.get("_target_") if isinstance(section, Mapping) else None
+    if not isinstance(target, str):
+        return None
+    own = own_config(target)
+    return target if own is None else own.__name__
+
+
+def _recipe(config: Mapping[str, Any]) -> str:
+    from nemo_automodel.cli.utils import resolve_recipe_name
+
+    named = config.get("recipe")
+    if isinstance(named, Mapping):
+        named = named.get("_target_")
+    if not isinstance(named, str) or not named.strip():
+        raise OptionError("recipe", "is missing", "Write recipe: TrainFinetuneRecipeForNextTokenPrediction")
+    try:
+        resolved: str = resolve_recipe_name(named.strip())
+    except ValueError as error:
+        raise OptionError("recipe", f"{named!r} is unknown", str(error).partition("\n")[2]) from None
+    return resolved
+
+
+def _is_path(value: str) -> bool:
+    return value.startswith(("/", ".", "~")) or value.count("/") > 1
+
+
+def _set(config: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, last = dotted.split(".")
+    node = config
+    for parent in parents:
+        if not isinstance(node.get(parent), dict):
+            node[parent] = {}
+        node = node[parent]
+    node[last] = value

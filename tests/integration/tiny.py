@@ -1,0 +1,144 @@
+"""A tiny Llama checkpoint, a tiny data set and a recipe over both, made from nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+
+#: Linear layers in the tiny model: 2 blocks of q, k, v, o, gate, up, down.
+MATRICES = 14
+
+
+def write_checkpoint(folder: Path, *, tied: bool = False) -> None:
+    """Write a Llama of two blocks with random weights, and a tokenizer whose tokens are characters."""
+    import torch
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    letters = [chr(code) for code in range(32, 127)]
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<s>", "</s>", "<unk>", *letters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    fast.save_pretrained(folder)
+
+
+def write_data(file: Path, numbers: range) -> None:
+    """Write sums of small numbers as questions and answers."""
+    rows = [{"question": f"What is {n} plus {n % 7}?", "answer": f"It is {n + n % 7}."} for n in numbers]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def recipe(assets: Path, checkpoint_dir: Path, **optimizer: Any) -> dict[str, Any]:
+    """Return the recipe: 6 steps of 8 samples, a validation and a checkpoint after each three."""
+
+    def data(name: str) -> dict[str, Any]:
+        target = "column_mapped_text_instruction_dataset.ColumnMappedTextInstructionDataset"
+        return {
+            "_target_": f"nemo_automodel.components.datasets.llm.{target}",
+            "path_or_dataset_id": str(assets / name),
+            "column_mapping": {"question": "question", "answer": "answer"},
+        }
+
+    loader = {
+        "_target_": "torchdata.stateful_dataloader.StatefulDataLoader",
+        "collate_fn": "nemo_automodel.components.datasets.utils.default_collater",
+    }
+    return {
+        "recipe": "TrainFinetuneRecipeForNextTokenPrediction",
+        "seed": 1234,
+        "step_scheduler": {
+            "global_batch_size": 8,
+            "local_batch_size": 4,
+            "max_steps": 6,
+            "num_epochs": 1,
+            "ckpt_every_steps": 3,
+            "val_every_steps": 3,
+        },
+        "dist_env": {"timeout_minutes": 2},
+        "model": {
+            "_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained",
+            "pretrained_model_name_or_path": str(assets / "model"),
+            "torch_dtype": "float32",
+            "attn_implementation": "sdpa",
+            "use_liger_kernel": False,
+            "force_hf": True,
+        },
+        "distributed": {
+            "strategy": "fsdp2",
+            "dp_size": "none",
+            "tp_size": 1,
+            "cp_size": 1,
+            "mp_policy": {
+                "_target_": "torch.distributed.fsdp.MixedPrecisionPolicy",
+                "param_dtype": "float32",
+                "reduce_dtype": "float32",
+                "cast_forward_inputs": False,
+            },
+        },
+        "loss_fn": {"_target_": "nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy"},
+        "dataset": data("train.jsonl"),
+        "validation_dataset": data("validation.jsonl"),
+        "packed_sequence": {"packed_sequence_size": 0},
+        "dataloader": loader | {"shuffle": True},
+        "validation_dataloader": dict(loader),
+        "optimizer": {"_target_": "dmuown.automodel.MuownConfig", "lr": 2e-2, "weight_decay": 0.01} | optimizer,
+        "lr_scheduler": {"lr_decay_style": "cosine", "lr_warmup_steps": 2},
+        "clip_grad_norm": {"max_norm": 1.0},
+        "checkpoint": {
+            "enabled": True,
+            "checkpoint_dir": str(checkpoint_dir),
+            "model_save_format": "safetensors",
+            "save_consolidated": "final",
+        },
+    }
+
+
+def write_recipe(file: Path, content: dict[str, Any]) -> Path:
+    """Write a recipe as YAML."""
+    file.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return file
+
+
+def dmuown(*arguments: str, timeout: float = 120, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command line as a user does, in a process of its own."""
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
+        "HF_DATASETS_CACHE": os.environ.get("HF_DATASETS_CACHE", str((cwd or ROOT / "runs") / "hf-cache")),
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "dmuown.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=cwd,
+        env=environment,
+        check=False,
+    )
