@@ -82,7 +82,8 @@ class MatrixLayout:
             raise ParameterError(
                 name,
                 f"a matrix group takes parameters of at least 2 axes, got shape {tuple(param.shape)}",
-                'Move it to a group with algorithm="adamw"',
+                'Move it to a group with algorithm="adamw"; AutoModel\'s YAML needs a configuration that groups '
+                "parameters, such as _target_: dmuown.automodel.MuonConfig",
             )
         self.name = name
         self.shape = tuple(param.shape)

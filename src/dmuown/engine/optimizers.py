@@ -135,6 +135,13 @@ class NorMuon(Muon):
     _algorithm = "normuon"
 
 
+# AutoModel hands every optimizer class named Muon or NorMuon to Dion's class of that name
+# (`is_dion_optimizer`), so that `_target_: dmuown.Muon` would train with another library. Only
+# `__name__` differs from the public name; pickling goes by `__qualname__`.
+Muon.__name__ = "DmuownMuon"
+NorMuon.__name__ = "DmuownNorMuon"
+
+
 class Muown(MuonEngine):
     """Muown (arXiv 2605.10797): Muon on directions, Adam on row magnitudes, W = g v / ||v||.
 
