@@ -5,7 +5,7 @@ Needs torch alone; Triton and quack are imported only when a backend asks for th
 
 from __future__ import annotations
 
-from dmuown.orthogonalize.backends import Operations, select_backend
+from dmuown.orthogonalize.backends import Operations, available_backends, select_backend
 from dmuown.orthogonalize.blocks import (
     Blocks,
     blocks_from_heads,
@@ -26,6 +26,7 @@ __all__ = [
     "CoefficientTable",
     "Operations",
     "Orthogonalizer",
+    "available_backends",
     "blocks_from_heads",
     "blocks_from_split_sizes",
     "interleaved_blocks",

@@ -147,4 +147,9 @@ def select_backend(name: str, device: torch.device, dtype: torch.dtype, shape: t
     return chosen
 
 
-__all__ = ["BACKENDS", "TORCH", "Operations", "TorchOperations", "select_backend"]
+def available_backends() -> list[str]:
+    """Names of the backends that can be imported here, `torch` first; imports the optional ones to find out."""
+    return ["torch", *(name for name in _MODULES if _available(name) is not None)]
+
+
+__all__ = ["BACKENDS", "TORCH", "Operations", "TorchOperations", "available_backends", "select_backend"]
