@@ -16,7 +16,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*##/\1:/p' $(MAKEFILE_LIST) | column -t -s: -l 2
+	@awk -F ':.*## *' '/^[a-z-]+:.*##/ { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: .venv/installed  ## create .venv with the package, the host and the development tools
 

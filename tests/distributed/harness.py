@@ -35,7 +35,8 @@ after a failure and every 100 calls. Functions that change the process (environm
 torch, logging set up once) belong in `run_ranks`. To assert on an exception, use `pytest.raises` inside the function.
 
 Functions travel by name, not by value. The ranks import the module under the name that pytest gave it, and load it
-from its file where no import path leads to it. Lambdas and nested functions are refused.
+from its file where no import path leads to it. Lambdas and nested functions are refused. What a test patches in its
+own process (monkeypatch, environment) does not reach the ranks: pass it as an argument.
 """
 
 from __future__ import annotations
@@ -69,9 +70,10 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 # A server that has torch imported and forks the ranks: a rank starts in tenths of a second instead of in seconds.
-# Nothing of this package is preloaded, and torch starts no threads on import, so the fork is safe.
+# Nothing of this package is preloaded, and torch starts no threads on import, so the fork is safe. An optimizer's first
+# step imports dynamo.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.tensor", "torch.distributed.fsdp"])
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo"])
 
 _START_TIMEOUT = 120.0  # seconds until every rank has joined the process group
 _GRACE = 5.0  # seconds that the other ranks have to report, once one has failed

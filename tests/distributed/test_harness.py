@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import time
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from tests.distributed import harness
 from tests.distributed.harness import RankPool, RanksFailed, run_ranks
 
 
@@ -46,8 +49,8 @@ def _wait_forever() -> None:
 
 
 def _leave_unmatched(rank: int, world_size: int) -> None:
-    if rank == 1:
-        dist.all_reduce(torch.ones(3))
+    if rank == 1:  # does not wait: the function itself returns on both ranks
+        dist.all_reduce(torch.ones(3), async_op=True)
 
 
 def _return_dtensor(rank: int, world_size: int) -> torch.Tensor:
@@ -71,7 +74,7 @@ def _check_gather(results: list[dict[str, torch.Tensor]], world_size: int) -> No
     for result in results:
         torch.testing.assert_close(result["parts"], 2.0 * torch.arange(world_size) + 1.0)
         assert not result["parts"].requires_grad
-        assert torch.equal(result["random"], results[0]["random"])
+        assert torch.equal(result["random"], torch.rand(1, generator=torch.Generator().manual_seed(0)))
 
 
 def test_results_come_back_in_rank_order(ranks2: RankPool, ranks4: RankPool) -> None:
@@ -128,6 +131,24 @@ def test_a_hang_ends_at_the_timeout_with_stacks() -> None:
 def test_an_unmatched_collective_fails_the_call_that_left_it() -> None:
     with pytest.raises(RanksFailed):
         run_ranks(2, _leave_unmatched, timeout=2.0)
+
+
+def test_a_pool_starts_anew_after_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "_CALLS_PER_START", 2)
+    with RankPool(1) as pool:
+        pids = [pool.run(_process)[0][0] for _ in range(5)]
+    assert pids[0] == pids[1] != pids[2] == pids[3] != pids[4]
+
+
+def test_a_function_is_loaded_from_its_file_where_no_import_finds_it(ranks2: RankPool, tmp_path: Path) -> None:
+    file = tmp_path / "not_on_any_path.py"
+    file.write_text("def double(rank, world_size, value):\n    return 2 * value + rank\n")
+    spec = importlib.util.spec_from_file_location("not_on_any_path", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert ranks2.run(module.double, 4) == [8, 9]
 
 
 def test_functions_that_ranks_cannot_import_are_refused(ranks2: RankPool) -> None:
