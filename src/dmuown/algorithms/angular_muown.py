@@ -1,9 +1,9 @@
 """AngularMuown (arXiv 2606.23637): row directions on the unit sphere, row magnitudes by Adam.
 
-    u = W / g;  dg = sum_row(G u);  du = g (G - u dg)
-    M <- mu M + du;  Q = orthogonalize(du + mu M);  u' = rownorm(u - lr kappa s Q)
-    g' = Adam(g, dg);  W = g' u'
-    kappa = (1 + decay_scale max(0, t - warmup_steps))^-decay_degree, t counted per group from 0
+u = W / g;  dg = sum_row(G u);  du = g (G - u dg)
+M <- mu M + du;  Q = orthogonalize(du + mu M);  u' = rownorm(u - lr kappa s Q)
+g' = Adam(g, dg);  W = g' u'
+kappa = (1 + decay_scale max(0, t - warmup_steps))^-decay_degree, t counted per group from 0
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def adam_on_magnitude(
         count = float(step)
         corrected1, corrected2 = 1 - beta1**count, 1 - beta2**count
         denominator = (variance / corrected2).sqrt_().add_(epsilon)
-        return magnitude - (momentum / corrected1) / denominator * options["lr"]
+        return magnitude.sub((momentum / corrected1).div_(denominator).mul_(options["lr"]))
     corrected = 1 - torch.pow(beta1, step), 1 - torch.pow(beta2, step)
     denominator = (variance / corrected[1]).sqrt_().add_(epsilon)
-    return magnitude - (momentum / corrected[0]) / denominator * options["lr"]
+    return magnitude.sub((momentum / corrected[0]).div_(denominator).mul_(options["lr"]))

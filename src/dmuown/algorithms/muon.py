@@ -1,6 +1,6 @@
 """Muon (kellerjordan.github.io/posts/muon; Moonlight, arXiv 2502.16982).
 
-    M <- mu M + G;  D = G + mu M (Nesterov) or M;  W <- W - lr wd W - lr s O(D)
+M <- mu M + G;  D = G + mu M (Nesterov) or M;  W <- W - lr wd W - lr s O(D)
 """
 
 from __future__ import annotations

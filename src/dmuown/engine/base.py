@@ -8,7 +8,7 @@ Both have the same hooks (`_create_ortho_tasks`, `_create_adamw_tasks`, `_create
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
@@ -59,10 +59,14 @@ class EmbeddedMuon(Optimizer):
 
 _dion = import_dion()
 
-if _dion is not None:
-    from dion.opt_utils import AsyncRuntime, AsyncTask  # type: ignore[import-not-found,unused-ignore]
+if TYPE_CHECKING:
+    from dmuown.engine.runtime import AsyncRuntime, AsyncTask
 
-    _MuonBase: type[Optimizer] = _dion.Muon
+    _MuonBase = EmbeddedMuon
+elif _dion is not None:
+    from dion.opt_utils import AsyncRuntime, AsyncTask
+
+    _MuonBase = _dion.Muon
 else:
     from dmuown.engine.runtime import AsyncRuntime, AsyncTask
 

@@ -184,7 +184,9 @@ def _share_with_replicas(
     if work is not None:
         work.wait()
     parts = gathered.view(len(by_replica), longest, *like.shape)
-    return {unit: parts[replica, position] for replica, part in enumerate(by_replica) for position, unit in enumerate(part)}
+    return {
+        unit: parts[replica, position] for replica, part in enumerate(by_replica) for position, unit in enumerate(part)
+    }
 
 
 def _all_to_all(

@@ -29,7 +29,9 @@ _FAULTS = {
 }
 
 
-def collect_gradients(records: Sequence[ParamRecord], nonfinite: NonFinite, maximize: Sequence[bool]) -> list[Tensor | None]:
+def collect_gradients(
+    records: Sequence[ParamRecord], nonfinite: NonFinite, maximize: Sequence[bool]
+) -> list[Tensor | None]:
     """Return each parameter's local gradient, or None where it does not step.
 
     A gradient that exists on no rank leaves its parameter alone, as in torch. One that is missing
@@ -54,14 +56,14 @@ def collect_gradients(records: Sequence[ParamRecord], nonfinite: NonFinite, maxi
     worst: tuple[str, int] | None = None
     meshes = _by_mesh(records)
     for indices in meshes.values():
-        report, group = _agree_on(records, codes, indices)
+        report = _agree_on(records, codes, indices)
         for position, index in enumerate(indices):
             record, code = records[index], report.bad[position]
             if code and not (code == _NONFINITE and nonfinite == "skip"):
                 worst = worst or (record.name, code)
             elif report.present[position] and not code:
                 gradients[index] = _usable(record, report.absent[position], maximize[index])
-    _raise_together(worst, [control for control in _controls(records, meshes)] if len(meshes) > 1 else [])
+    _raise_together(worst, _controls(records, meshes) if len(meshes) > 1 else [])
     return gradients
 
 
@@ -72,14 +74,12 @@ def _by_mesh(records: Sequence[ParamRecord]) -> dict[object, list[int]]:
     return indices
 
 
-def _agree_on(
-    records: Sequence[ParamRecord], codes: list[int], indices: list[int]
-) -> tuple[GradientReport, dist.ProcessGroup | None]:
+def _agree_on(records: Sequence[ParamRecord], codes: list[int], indices: list[int]) -> GradientReport:
     present = [records[index].param.grad is not None for index in indices]
     report = GradientReport(present, [not here for here in present], [codes[index] for index in indices])
     first = records[indices[0]].param
     group = control_group(first.device_mesh) if isinstance(first, DTensor) else None
-    return agree(report, group), group
+    return agree(report, group)
 
 
 def _controls(records: Sequence[ParamRecord], meshes: dict[object, list[int]]) -> list[dist.ProcessGroup]:

@@ -121,7 +121,7 @@ def _git_revision(module: ModuleType) -> str | None:
 
 def engine_info() -> EngineInfo:
     """Report which base class, which Dion revision and which backends are in use."""
-    from dmuown.engine.optimizer import _MuonBase
+    from dmuown.engine.base import _MuonBase
     from dmuown.orthogonalize import available_backends
 
     generation = generation_of(_MuonBase)

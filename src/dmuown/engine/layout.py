@@ -158,10 +158,7 @@ class MatrixLayout:
     def shards_at(self, coordinate: tuple[int, ...]) -> Shards:
         """Return the rows and columns held at a mesh coordinate (pure; any rank can ask for any)."""
         rows = torch.arange(self.m)
-        if self.flatten:
-            columns = torch.arange(self.n).reshape(self.shape[1:])
-        else:
-            columns = torch.arange(self.n)
+        columns = torch.arange(self.n).reshape(self.shape[1:] if self.flatten else (self.n,))
         for mesh_dim, placement in enumerate(self.placements):
             assert self.mesh is not None
             parts = self.mesh.size(mesh_dim)
@@ -213,6 +210,7 @@ class MatrixLayout:
 
     def _check_local_shape(self) -> None:
         own = self.own
+        held: tuple[int, ...]
         if self.flatten:
             held = (self.local_shape[0], math.prod(self.local_shape[1:]))
         else:

@@ -173,7 +173,7 @@ class MuonEngine(_MuonBase):
     # ------------------------------------------------------------------ the step
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Do one optimization step.
 
         Args:

@@ -76,9 +76,37 @@ SHARED_OPTIONS = frozenset({*COMMON_OPTIONS, *RUN_LEVEL_OPTIONS, "mu", "cautious
 
 #: Keys that schedulers, hosts and torch itself put into groups, and that mean nothing here.
 FOREIGN_KEYS = frozenset(
-    "params param_names name names initial_lr max_lr min_lr max_momentum base_momentum lr_mult wd_mult pre_lr_mult "
-    "pre_wd_mult start_wd end_wd is_expert is_expert_parallel is_decoupled_lr capturable differentiable fused "
-    "foreach_adam is_adamw swa_lr dmuon_route dmuon_optimizer matrix_optimizer decoupled_weight_decay amsgrad".split()
+    {
+        "params",
+        "param_names",
+        "name",
+        "names",
+        "initial_lr",
+        "max_lr",
+        "min_lr",
+        "max_momentum",
+        "base_momentum",
+        "lr_mult",
+        "wd_mult",
+        "pre_lr_mult",
+        "pre_wd_mult",
+        "start_wd",
+        "end_wd",
+        "is_expert",
+        "is_expert_parallel",
+        "is_decoupled_lr",
+        "capturable",
+        "differentiable",
+        "fused",
+        "foreach_adam",
+        "is_adamw",
+        "swa_lr",
+        "dmuon_route",
+        "dmuon_optimizer",
+        "matrix_optimizer",
+        "decoupled_weight_decay",
+        "amsgrad",
+    }
 )
 
 

@@ -56,7 +56,9 @@ def named_tensors(params: Any, where: str) -> tuple[list[Tensor], list[str] | No
         raise OptionTypeError(f"{where}: params", "must be ordered, got a set", "Pass a list")
     items = list(params)
     if not items:
-        raise ParameterError(f"{where}: params", "is empty", "Leave the group out, or check what selected its parameters")
+        raise ParameterError(
+            f"{where}: params", "is empty", "Leave the group out, or check what selected its parameters"
+        )
     names = [item[0] for item in items if isinstance(item, tuple)]
     tensors = [item[1] if isinstance(item, tuple) else item for item in items]
     if names and len(names) != len(items):
@@ -83,9 +85,7 @@ def make_records(
         _check_tensor(tensor, name)
         record = ParamRecord(tensor, name, group_index, algorithm)
         if isinstance(algorithm, MuonAlgorithm):
-            record.layout = MatrixLayout(
-                tensor, name, transposed=group["matrix_transposed"], flatten=group["flatten"]
-            )
+            record.layout = MatrixLayout(tensor, name, transposed=group["matrix_transposed"], flatten=group["flatten"])
             record.blocks = _blocks(record.layout, group, name)
         elif isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
             raise LayoutError(
@@ -107,7 +107,7 @@ def _check_tensor(tensor: Tensor, name: str) -> None:
     if tensor.layout != torch.strided:
         raise ParameterError(name, f"must be dense, got layout {tensor.layout}", "Convert it with to_dense()")
     if not (tensor.is_leaf or tensor.retains_grad):
-        raise ParameterError(name, "is not a leaf tensor", "Pass the parameter itself, not a result of operations on it")
+        raise ParameterError(name, "is not a leaf tensor", "Pass the parameter itself, not a result computed from it")
 
 
 def _blocks(layout: MatrixLayout, group: Mapping[str, Any], name: str) -> Blocks:

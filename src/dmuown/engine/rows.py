@@ -96,9 +96,7 @@ def verify(plan: Plan, state: Mapping[Tensor, Mapping[str, Any]], groups: Sequen
         initialize(plan, state, {bucket.params[index] for index in changed})
 
 
-def _differs(
-    bucket: Bucket, index: int, algorithm: MuonAlgorithm, state: Mapping[Tensor, Mapping[str, Any]]
-) -> bool:
+def _differs(bucket: Bucket, index: int, algorithm: MuonAlgorithm, state: Mapping[Tensor, Mapping[str, Any]]) -> bool:
     param = bucket.params[index]
     expected = _initial(algorithm, _row_norms(bucket, index))
     stored = bucket.layout.logical_rows(local_tensor(state[param]["magnitude"])).abs()
