@@ -27,7 +27,7 @@ install: .venv/installed  ## create .venv with the package, the host and the dev
 
 # torch is in the same call as what depends on it, so that its pinned version is the one that is chosen.
 .venv/installed: pyproject.toml constraints.txt | .venv/bin/python
-	@echo "Installing into .venv (2.8 GB; some minutes the first time) ..."
+	@echo "Installing into .venv (3 GB; some minutes the first time) ..."
 	@$(PIP) install -qq -c constraints.txt --upgrade pip
 	@$(PIP) install -qq -c constraints.txt torch -e '.[automodel,lp,plot]' --group dev
 	@touch $@
