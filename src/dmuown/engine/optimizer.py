@@ -6,6 +6,7 @@ the tasks. A task is the sentence of `dmuown.algorithms.base`; algorithms never 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Iterable, Mapping
 from copy import copy
 from typing import Any
@@ -27,6 +28,8 @@ from dmuown.engine.planning import Chunk, Plan, make_plan
 from dmuown.engine.records import ParamRecord, make_records, named_tensors
 from dmuown.errors import OptionError, OptionTypeError, ParameterError
 from dmuown.state.allocate import allocate, allocate_rows
+
+logger = logging.getLogger(__name__)
 
 #: Tasks in flight at once, as in Dion: one computes while others communicate.
 MAX_CONCURRENT_TASKS = 3
@@ -100,6 +103,7 @@ class MuonEngine(_MuonBase):
         self._complete = True
         self._make_plan()
         rows.initialize(self._plan_now(), self.state)
+        _warn_of_narrow_storage(self._records)
 
     # ------------------------------------------------------------------ groups and state
 
@@ -344,6 +348,23 @@ class MuonEngine(_MuonBase):
         self._gradients = {}
         self.__dict__.setdefault("exchange_count", ExchangeCount())
         self.__dict__.setdefault("orthogonalized", 0)
+
+
+def _warn_of_narrow_storage(records: Iterable[ParamRecord]) -> None:
+    """Magnitudes learn in steps that 16-bit weights round away; say so once."""
+    narrow = [
+        record
+        for record in records
+        if "magnitude" in record.algorithm.state_spec and record.param.dtype in (torch.bfloat16, torch.float16)
+    ]
+    if narrow:
+        logger.warning(
+            "%s and %d other parameters are stored in %s: %s recommends fp32 parameters",
+            narrow[0].name,
+            len(narrow) - 1,
+            narrow[0].param.dtype,
+            narrow[0].algorithm.name,
+        )
 
 
 def _check_mesh_type(mesh: object) -> None:

@@ -201,8 +201,8 @@ def _validate(group: dict[str, Any], where: str) -> None:
         if group.get(key) is not None:
             _check_count(group[key], f"{where}: {key}")
     if group.get("split_sizes") is not None:
-        for other in ("num_heads", "flatten"):
-            if group.get(other) and group[other] != 1:
+        for other, set_too in (("num_heads", (group["num_heads"] or 1) > 1), ("flatten", group["flatten"])):
+            if set_too:
                 raise OptionError(f"{where}: split_sizes", f"excludes {other}", "Set only one of them")
     if group.get("flatten") and (group.get("num_heads") or 1) > 1:
         raise OptionError(f"{where}: num_heads", "excludes flatten", "Set only one of them")
