@@ -5,7 +5,7 @@ Needs torch alone; Triton and quack are imported only when a backend asks for th
 
 from __future__ import annotations
 
-from dmuown.orthogonalize.backends import Operations, available_backends, select_backend
+from dmuown.orthogonalize.backends import TORCH, Operations, available_backends, select_backend
 from dmuown.orthogonalize.blocks import (
     Blocks,
     blocks_from_heads,
@@ -21,6 +21,7 @@ __all__ = [
     "KELLER",
     "POLAR_EXPRESS",
     "POLAR_EXPRESS_1_02",
+    "TORCH",
     "YOU",
     "Blocks",
     "CoefficientTable",

@@ -26,6 +26,10 @@ FORMS = ("auto", "plain", "gram")
 # Sums of squares outside these bounds may have overflowed or lost small entries in fp32.
 _SAFE_NORM_RANGE = (1e-15, 1e18)
 
+# The Gram form makes more passes over small matrices; on CPU (fp32 and bf16, m = 256 and 512) it measured even
+# with the plain one at n = 2 m for m = 256 and 10% ahead for m = 512, where the counted ratio is 0.88.
+_GRAM_MARGIN = 0.9
+
 
 @dataclass(frozen=True)
 class Orthogonalizer:
@@ -137,15 +141,20 @@ class Orthogonalizer:
         norm = _frobenius_norm(x)
         scale = norm * self.table.safety_factor
         scale = scale + self.epsilon if self.norm == "add" else scale.clamp_min(self.epsilon)
-        return torch.div(x, scale, out=torch.empty_like(x, dtype=self.dtype))
+        # On CPU the products of 16-bit matrices fall back to naive loops unless their operands are row-major.
+        layout = torch.contiguous_format if x.device.type == "cpu" else torch.preserve_format
+        return torch.div(x, scale, out=torch.empty_like(x, dtype=self.dtype, memory_format=layout))
 
     def restarts(self) -> frozenset[int]:
         """Zero-based steps before which the Gram form starts afresh; see `gram_iteration`.
 
-        fp16, fp32 and fp64 restart before step 2. bf16 has 8 bits: it restarts before every later step as well.
+        fp16, fp32 and fp64: 2, and then every third step. bf16 (8 bits): 2, 3, and then every second.
+        Measured on 256 x 1024, five steps, relative error against fp64 and largest singular value (exact:
+        1.131), Polar Express, singular values evenly spread over [1e-4, 1]: fp16 (2,) 0.032 and 1.20; bf16
+        (2,) 0.27 and 2.49, (2, 3) 0.053 and 1.14, (1, 2, 3, 4) 0.062 and 1.13; plain bf16 0.023 and 1.13.
         """
         if self.dtype == torch.bfloat16:
-            return frozenset(range(1, self.steps))
+            return frozenset((2, *range(3, self.steps, 2)))
         return frozenset(range(2, self.steps, 3))
 
     def chosen_form(self, m: int, n: int, ops: Operations) -> str:
@@ -157,7 +166,7 @@ class Orthogonalizer:
         if self.scheme == "gram":
             return "gram"
         gram = gram_cost(m, n, self.steps, ops.symmetric_cost, self.restarts())
-        return "gram" if gram < plain_cost(m, n, self.steps, ops.symmetric_cost) else "plain"
+        return "gram" if gram < _GRAM_MARGIN * plain_cost(m, n, self.steps, ops.symmetric_cost) else "plain"
 
 
 def _resolve_table(scheme: str, coefficients: str | Sequence[Sequence[float]] | None) -> CoefficientTable:
@@ -185,12 +194,14 @@ def _frobenius_norm(x: Tensor) -> Tensor:
         # Telling whether squares over- or underflowed would stall the stream; beyond 1e19 the result is zeros.
         return norm
     low, high = _SAFE_NORM_RANGE
-    if bool(((norm > low) & (norm < high)).all()):
+    safe = (norm > low) & (norm < high)
+    if bool(safe.all()):
         return norm
     largest = x.abs().amax(dim=(-2, -1), keepdim=True)
     unit = torch.where(largest > 0, largest, 1.0)
     scaled: Tensor = torch.linalg.vector_norm(x / unit, dim=(-2, -1), keepdim=True)
-    return scaled * unit
+    # Bit for bit the same for the others, whatever their neighbour holds.
+    return torch.where(safe, norm, scaled * unit)
 
 
 def resolve_compute_dtype(device: torch.device) -> torch.dtype:

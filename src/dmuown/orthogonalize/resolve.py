@@ -28,7 +28,7 @@ def resolve_orthogonalizer(options: Mapping[str, object], device: torch.device) 
 
     Args:
         options: Group keys. Read here: `scheme` (alias `orthogonalization_strategy`), `coefficients`, `ns_steps`,
-            `ns_epsilon`, `ns_dtype` ("auto", a torch dtype or its name), `ns_norm`, `ns_form`, `backend`,
+            `ns_epsilon`, `ns_dtype` ("auto", a torch dtype or its name; auto is fp16 for `gram` on CUDA), `ns_norm`, `ns_form`, `backend`,
             `newton_schulz_func`; Dion's `use_gram_newton_schulz` and `use_polar_express` where no scheme is given.
             Other keys are ignored.
         device: Where the matrices are; decides `ns_dtype="auto"`.
@@ -44,7 +44,13 @@ def resolve_orthogonalizer(options: Mapping[str, object], device: torch.device) 
         if options.get(key) is not None:
             fields[name] = options[key]
     dtype = options.get("ns_dtype")
-    fields["dtype"] = resolve_compute_dtype(device) if dtype in (None, "auto") else check_dtype("ns_dtype", dtype)
+    if dtype is not None and dtype != "auto":
+        fields["dtype"] = check_dtype("ns_dtype", dtype)
+    elif scheme == "gram" and device.type == "cuda":
+        # As fast as bf16 there, with one restart less and a sixth of the error (see `Orthogonalizer.restarts`).
+        fields["dtype"] = torch.float16
+    else:
+        fields["dtype"] = resolve_compute_dtype(device)
     return Orthogonalizer(**fields)
 
 
