@@ -9,6 +9,7 @@ shares a matrix, which of its rows and columns that rank holds.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -222,6 +223,34 @@ class MatrixLayout:
                 f"{self.placements} on a mesh of shape {None if self.mesh is None else tuple(self.mesh.shape)}",
                 "Pad the sharded axis to a multiple of the mesh sizes, or shard another axis",
             )
+
+
+def local_part(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """Return this rank's part of a tensor that every rank has whole; nothing is sent.
+
+    Args:
+        whole: Any shape and device.
+        mesh: Mesh of the DTensor to cut for.
+        placements: Its placements, Shard or Replicate; strided and uneven shards included.
+
+    Returns:
+        A view where the part is contiguous, else a copy; of 0 elements on a rank outside the mesh.
+    """
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return whole.new_empty(0)
+    indices = [torch.arange(size) for size in whole.shape]
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, (Shard, _StridedShard)):
+            axis = placement.dim % whole.ndim
+            indices[axis] = _take_shard(indices[axis], placement, 0, mesh.size(mesh_dim), coordinate[mesh_dim])
+    for axis, index in enumerate(indices):
+        held = _as_slice(index)
+        if isinstance(held, slice):
+            whole = whole.narrow(axis, held.start, held.stop - held.start)
+        else:
+            whole = whole.index_select(axis, held.to(whole.device))
+    return whole
 
 
 def _take_shard(index: Tensor, placement: Placement, axis: int, parts: int, position: int) -> Tensor:

@@ -291,7 +291,6 @@ class MuonEngine(_MuonBase):
 
     def _plan_now(self) -> Plan:
         if self._plan is None:
-            self._rebuild_records()
             self._make_plan()
         assert self._plan is not None
         return self._plan
@@ -312,20 +311,27 @@ class MuonEngine(_MuonBase):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state of the same algorithms and parameters, saved on any base, in any of torch's ways.
 
-        Values are copied into the declared buffers in place and keep the declared dtype (torch's own
-        loader would cast them to the parameter's). Run-level settings, such as `muon_update_scale`
-        and the backend, stay as configured.
+        Parameters are matched by name where this optimizer and the state dict have names, else by
+        position. Values are copied into the declared buffers in place and keep the declared dtype
+        (torch's own loader would cast them to the parameter's). Run-level settings, such as
+        `muon_update_scale` and the backend, stay as configured (`dmuown.engine.options.RUN_LEVEL_OPTIONS`).
+        State of an older `state_version` is upgraded. On every rank of a mesh, like `step`.
+
+        Args:
+            state_dict: What `state_dict()` returned, or torch's `get_optimizer_state_dict`; left as it is.
 
         Raises:
-            CheckpointError: Another algorithm, missing or extra parameters or buffers, wrong shapes;
-                nothing has been changed then.
+            CheckpointError: Another algorithm, missing or extra parameters or buffers, wrong shapes, a
+                newer `state_version`; nothing has been changed then.
         """
         self._plan_now()
         state_dict = copy(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
-        loading.load(self, self._records, state_dict)
+        if loading.load(self, self._records, state_dict):
+            self._rebuild_records()
+            self._make_plan()
         self._rows_unverified = True
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -343,12 +349,14 @@ class MuonEngine(_MuonBase):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plan = None
         self._complete = True
         self._gradients = {}
         self.__dict__.setdefault("exchange_count", ExchangeCount())
         self.__dict__.setdefault("orthogonalized", 0)
 
+        # The plan waits until it is needed: making it is collective.
+        self._plan = None
+        self._rebuild_records()
 
 def _warn_of_narrow_storage(records: Iterable[ParamRecord]) -> None:
     """Magnitudes learn in steps that 16-bit weights round away; say so once."""

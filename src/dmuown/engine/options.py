@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from dmuown.algorithms import Algorithm, MuonAlgorithm, get_algorithm, loaded_algorithms
+from dmuown.engine.state_version import STATE_VERSION
 from dmuown.errors import OptionError
 
 #: Other libraries' names for the same option.
@@ -56,6 +57,7 @@ COMMON_OPTIONS: dict[str, Any] = {
     "algorithm": None,
     "maximize": False,
     "foreach": None,
+    "state_version": STATE_VERSION,
 }
 
 #: Run-level settings: read from the configuration, also on resume; a checkpoint's values are set aside.
@@ -144,9 +146,18 @@ def complete_group(group: dict[str, Any], where: str, class_defaults: Mapping[st
         class_defaults = {key: value for key, value in class_defaults.items() if key in SHARED_OPTIONS}
     for key, default in {**known, **own, **class_defaults}.items():
         group.setdefault(key, default)
-    _validate(group, where)
-    algorithm.check_options(group)
+    validate_group(group, where)
     return algorithm
+
+
+def validate_group(group: dict[str, Any], where: str) -> None:
+    """Validate a complete group's values in place: numbers spelt as strings become numbers.
+
+    Raises:
+        OptionError: A bad value.
+    """
+    _validate(group, where)
+    get_algorithm(group["algorithm"]).check_options(group)
 
 
 def every_option() -> set[str]:

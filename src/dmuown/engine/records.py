@@ -18,7 +18,7 @@ from dmuown.orthogonalize import Blocks, blocks_from_heads, blocks_from_split_si
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-@dataclass
+@dataclass(eq=False)
 class ParamRecord:
     """One parameter.
 
