@@ -36,13 +36,14 @@ def adam_on_magnitude(
 
     Args:
         magnitude: g, `[batch, m_local, 1]` fp32; not written.
-        gradient: dL/dg, same shape.
+        gradient: dL/dg, same shape, any floating dtype.
         momentum: First moment, updated in place.
         variance: Second moment, updated in place.
         step: 0-d fp32, counting this step already.
         options: `lr`, `beta1`, `beta2`, `epsilon`.
     """
     beta1, beta2, epsilon = options["beta1"], options["beta2"], options["epsilon"]
+    gradient = gradient.to(momentum.dtype)  # float64 weights have fp32 row state
     momentum.lerp_(gradient, 1 - beta1)
     variance.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     if step.device.type == "cpu":

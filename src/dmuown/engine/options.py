@@ -166,6 +166,33 @@ def every_option() -> set[str]:
     return {*COMMON_OPTIONS, *MATRIX_OPTIONS, *own}
 
 
+def prefer_aliases(arguments: Mapping[str, Any], signature: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Let an alias among constructor arguments stand for the argument it names.
+
+    Args:
+        arguments: Constructor arguments by name, aliases among them.
+        signature: The constructor's own defaults by name.
+        where: How errors call the optimizer.
+
+    Returns:
+        The arguments under their canonical names, `betas` for both aliases of it.
+
+    Raises:
+        OptionError: An argument was given under two names, with different values.
+    """
+    resolved = dict(arguments)
+    for alias, canonical in {**ALIASES, "adam_betas": "betas"}.items():
+        if alias not in resolved:
+            continue
+        value = resolved.pop(alias)
+        # What differs from the signature's default was given by the caller.
+        given = canonical in resolved and canonical in signature and resolved[canonical] != signature[canonical]
+        if given and signature[canonical] is not None and resolved[canonical] != value:
+            raise OptionError(f"{where}: {alias}", f"disagrees with {canonical}, its alias", "Give one of them")
+        resolved[canonical] = value
+    return resolved
+
+
 def check_names(arguments: Mapping[str, Any], where: str) -> None:
     """Refuse constructor arguments that no algorithm knows.
 
