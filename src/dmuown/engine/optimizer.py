@@ -7,6 +7,7 @@ the tasks. A task is the sentence of `dmuown.algorithms.base`; algorithms never 
 from __future__ import annotations
 
 import logging
+import inspect
 from collections.abc import Callable, Generator, Iterable, Mapping
 from copy import copy
 from typing import Any
@@ -23,7 +24,7 @@ from dmuown.engine.exchange import ExchangeCount, orthogonalize
 from dmuown.engine.gradients import NonFinite, collect_gradients
 from dmuown.engine.info import generation_of
 from dmuown.engine.layout import local_tensor
-from dmuown.engine.options import check_names, complete_group
+from dmuown.engine.options import check_names, complete_group, prefer_aliases
 from dmuown.engine.planning import Chunk, Plan, make_plan
 from dmuown.engine.records import ParamRecord, make_records, named_tensors
 from dmuown.errors import OptionError, OptionTypeError, ParameterError
@@ -72,6 +73,8 @@ class MuonEngine(_MuonBase):
             raise OptionError("nonfinite", f"must be 'raise', 'skip' or 'propagate', got {nonfinite!r}")
         if newton_schulz_func is not None and not callable(newton_schulz_func):
             raise OptionTypeError("newton_schulz_func", f"must be callable, got {type(newton_schulz_func).__name__}")
+        signature = {key: value.default for key, value in inspect.signature(type(self)).parameters.items()}
+        defaults = prefer_aliases(defaults, signature, type(self).__qualname__)
         self._class_defaults = {key: value for key, value in defaults.items() if value is not None}
         check_names(self._class_defaults, type(self).__name__)
         self._newton_schulz = newton_schulz_func
