@@ -128,6 +128,14 @@ def test_input_of_any_floating_dtype(options: dict[str, Any], dtype: torch.dtype
     assert same.dtype == torch.float32, "fp64 input computes in the dtype asked for"
 
 
+@pytest.mark.parametrize("scale", [2.0**-30, 2.0**30])
+def test_the_norm_is_not_computed_in_the_compute_dtype(scale: float) -> None:
+    # bf16 gradients of 1e9 or 1e-9 are finite; in fp16 they would be infinite or zero.
+    x = torch.randn(2, 12, 20, dtype=torch.bfloat16)
+    orthogonalizer = Orthogonalizer(dtype=torch.float16, epsilon=1e-20)
+    assert relative_error(orthogonalizer(x * scale), oracle(x, SCHEMES[0])) < BOUNDS[torch.float16]["plain"]
+
+
 def test_one_matrix_and_a_batch_of_it_agree() -> None:
     x = torch.randn(9, 14, dtype=torch.float64)
     orthogonalizer = Orthogonalizer(dtype=torch.float64)
