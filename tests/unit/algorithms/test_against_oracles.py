@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tests.unit.algorithms.oracles import assert_near, gradients, initial, only,
 # Row state is fp32 by declaration, so that a float64 run of an algorithm with rows is exact to fp32 rounding only.
 EXACT, ROWS = 1e-10, 2e-6
 
-Case = tuple[type[MuonEngine], type, dict[str, Any], dict[str, Any], float]
+Case = tuple[Callable[..., MuonEngine], Any, dict[str, Any], dict[str, Any], float]
 FP64 = {"ns_dtype": torch.float64}
 
 CASES: dict[str, Case] = {
@@ -336,7 +337,7 @@ def test_zero_gradients_are_finite(name: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", [dmuown.Muon, dmuown.NorMuon, dmuown.Muown, dmuown.NorMuown])
-def test_decay_over_zero_gradients(optimizer: type[MuonEngine]) -> None:
+def test_decay_over_zero_gradients(optimizer: Callable[..., MuonEngine]) -> None:
     """100 steps of zero gradient at lr wd = 0.01 leave 0.99^100 = 0.366 of a weight."""
     param = torch.nn.Parameter(initial(6, 8))
     instance = optimizer([param], lr=0.1, weight_decay=0.1)
