@@ -122,7 +122,7 @@ class NorMuownRow(NeuronNormalization, MuownRow):
     """Muown with NorMuon's normalization of the orthogonalized direction."""
 
     name: ClassVar[str] = "normuown"
-    options: ClassVar[Mapping[str, Any]] = {"normalization_epsilon": 1e-10}
+    options: ClassVar[Mapping[str, Any]] = {"normalization_epsilon": 1e-10, "shape_scaling_type": "normuon"}
     state_spec: ClassVar[Mapping[str, BufferSpec]] = {
         **MuownRow.state_spec,
         "variance_neuron": BufferSpec(like="grad_rows", signed=False, dtype=torch.float32),

@@ -226,7 +226,7 @@ class NorMuown(Muown):
     """Muown with NorMuon's neuron normalization of the orthogonalized direction.
 
     Takes Muown's arguments, and `muon_beta2` (0.95), `normalization_epsilon` (1e-10) and
-    `shape_scaling_type` (`"muon"` 0.2 sqrt(max(m, n)) or `"normuon"` 0.2 sqrt(max(1, m/n))).
+    `shape_scaling_type`: `"normuon"` 0.2 sqrt(max(1, m/n)), the published default, or `"muon"` 0.2 sqrt(max(m, n)).
     """
 
     _algorithm = "normuown"
