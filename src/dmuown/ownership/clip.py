@@ -1,0 +1,129 @@
+"""The true global gradient norm over dedicated, FSDP2 and plain parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from dmuown.errors import GradientError, OptionError
+from dmuown.ownership.record import record_of
+from dmuown.ownership.registry import runtime_of
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    model: nn.Module,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale all gradients of a dedicated model so that their global norm is at most `max_norm`.
+
+    Collective. Each element counts once: a dedicated gradient at its owner, a sharded one in its shards,
+    a replicated one (plain parameters under DDP, `Replicate` placements) on one rank.
+
+    Args:
+        model: The model.
+        max_norm: Largest norm; infinity only measures.
+        norm_type: Order of the norm: positive, or infinity.
+        error_if_nonfinite: Whether a norm that is not finite is an error, on every rank alike.
+        foreach: Passed on to torch's scaling.
+
+    Returns:
+        The norm before clipping, the same fp32 scalar on every rank.
+
+    Raises:
+        OptionError: A bad `max_norm` or `norm_type`.
+        GradientError: The norm is not finite and `error_if_nonfinite` is set.
+        OwnershipError: The model is not dedicated.
+    """
+    if not max_norm >= 0:
+        raise OptionError("max_norm", f"must be 0 or more, got {max_norm!r}")
+    if not norm_type > 0:
+        raise OptionError("norm_type", f"must be positive or infinity, got {norm_type!r}")
+    runtime = runtime_of(model)
+    params = [param for param in model.parameters() if param.grad is not None]
+    device = next(iter(runtime.records.values())).device
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    for param in params:
+        total = _combine(total, _share(param, norm_type, runtime.link.rank), norm_type)
+    operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+    if runtime.link.group is not None:
+        dist.all_reduce(total, op=operation, group=runtime.link.group)
+    for group in _other_groups(model.parameters(), runtime.records.values()):
+        dist.all_reduce(total, op=operation, group=group)
+    norm = total if math.isinf(norm_type) else total.pow(1.0 / norm_type)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise GradientError(
+            "clip_grad_norm_", f"the gradients' norm is {float(norm)}", "Look for the loss that overflowed"
+        )
+    if not math.isinf(max_norm):
+        local = [_local(param.grad) for param in params if param.grad is not None]
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # torch's own epsilon
+        _scale([grad for grad in local if grad.numel()], factor, foreach)
+    return norm
+
+
+def _share(param: Tensor, norm_type: float, rank: int) -> Tensor | None:
+    """This rank's part of the norm to the power of its order; None where another rank counts it."""
+    grad = param.grad
+    assert grad is not None
+    if isinstance(grad, DTensor):
+        coordinate: Sequence[int] = grad.device_mesh.get_coordinate() or ()
+        if any(isinstance(place, Replicate) and at != 0 for place, at in zip(grad.placements, coordinate, strict=True)):
+            return None
+    elif record_of(param) is None and rank != 0:
+        return None
+    local = _local(grad).float()
+    if local.numel() == 0:
+        return None
+    if math.isinf(norm_type):
+        return local.abs().max()
+    norm: Tensor = torch.linalg.vector_norm(local, norm_type)
+    return norm.pow(norm_type)
+
+
+def _combine(total: Tensor, share: Tensor | None, norm_type: float) -> Tensor:
+    if share is None:
+        return total
+    # torch.maximum keeps NaN, as the sum does.
+    return torch.maximum(total, share) if math.isinf(norm_type) else total + share
+
+
+def _other_groups(params: Iterable[nn.Parameter], records: Iterable[object]) -> list[dist.ProcessGroup]:
+    """Groups of tensor-parallel dimensions: those of dedicated parameters that another mesh cut."""
+    from dmuown.ownership.record import Record
+
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for record in records:
+        if isinstance(record, Record) and record.tensor_parallel is not None:
+            mesh = record.tensor_parallel[0]
+            for dimension in range(mesh.ndim):
+                group = mesh.get_group(dimension)
+                groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
+    return list(groups.values())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _scale(grads: list[Tensor], factor: Tensor, foreach: bool | None) -> None:
+    if not grads:
+        return
+    if foreach is False:
+        for grad in grads:
+            grad.mul_(factor.to(grad.device))
+        return
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        by_device.setdefault(grad.device, []).append(grad)
+    for device, group in by_device.items():
+        torch._foreach_mul_(group, factor.to(device))
