@@ -68,13 +68,13 @@ def finetune(
     if verbose:
         os.environ["LOGGING_LEVEL"] = str(logging.INFO)
     else:
-        _quieten_host()
+        quieten_host()
     from dmuown.automodel.launch import launch
 
     raise typer.Exit(launch(config, context.args, processes=nproc_per_node))
 
 
-def _quieten_host() -> None:
+def quieten_host() -> None:
     """Keep the host's log to warnings, and drop what its libraries warn about themselves while they are imported."""
     if os.environ.setdefault("LOGGING_LEVEL", str(logging.WARNING)) != str(logging.WARNING):
         return

@@ -11,8 +11,16 @@ MissingDependencyError where the host is missing or of another version than `hos
 
 from __future__ import annotations
 
-from dmuown.automodel.configs import SHORT_NAMES, MuonConfig, MuownConfig, register_short_names
+from dmuown.automodel.configs import (
+    SHORT_NAMES,
+    AngularMuownConfig,
+    MuonConfig,
+    MuownConfig,
+    NorMuonConfig,
+    NorMuownConfig,
+    register_short_names,
+)
 
 register_short_names()
 
-__all__ = ["SHORT_NAMES", "MuonConfig", "MuownConfig"]
+__all__ = ["SHORT_NAMES", "AngularMuownConfig", "MuonConfig", "MuownConfig", "NorMuonConfig", "NorMuownConfig"]

@@ -70,6 +70,11 @@ class MatrixOptimizerConfig(OptimizerConfig):
         lm_head_lr: Rate of untied output heads; None is `lr`.
         param_group_overrides: {pattern, lr_mult, wd_mult} each; the first that matches a name counts.
         adamw_param_patterns: Regular expressions of names sent to AdamW at `scalar_lr`.
+        ns_steps: Iterations of the orthogonalization, >= 1.
+        ns_epsilon: Stabilizer of its normalization, > 0.
+        scheme, coefficients, ns_dtype, backend: The orthogonalizer; see `dmuown.orthogonalize.Orthogonalizer`.
+        nonfinite: "propagate", "skip" or "raise" at a gradient that is not finite. `dmuown finetune` takes
+            "raise" where the YAML says nothing.
 
     Raises:
         OptionError: An unknown option, or a value out of range; before any work, on every rank.
@@ -79,7 +84,9 @@ class MatrixOptimizerConfig(OptimizerConfig):
     supports_megatron_fsdp_sharding: ClassVar[bool] = False
     algorithm: ClassVar[str] = ""
     optimizer_name: ClassVar[str] = ""
+    matrix_decay: ClassVar[bool] = True
 
+    param_group_overrides: list[Any] = field(default_factory=list)
     lr: float = 3e-4
     weight_decay: float = 0.0
     mu: float = 0.95
@@ -95,11 +102,19 @@ class MatrixOptimizerConfig(OptimizerConfig):
     embed_lr: float | None = None
     lm_head_lr: float | None = None
     adamw_param_patterns: list[str] = field(default_factory=list)
+    ns_steps: int = 5
+    ns_epsilon: float | None = 1e-7
+    scheme: str | None = None
+    coefficients: Any = None
+    ns_dtype: str = "auto"
+    backend: str = "auto"
+    nonfinite: str = "propagate"
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         # Before the generated __init__, whose TypeError would name neither the section nor the remedy.
         options.reject_unknown(kwargs, [entry.name for entry in dataclasses.fields(cls) if entry.init], cls.__name__)
-        return super().__new__(cls)
+        instance: Self = super().__new__(cls)
+        return instance
 
     def __post_init__(self) -> None:
         overrides = self.param_group_overrides or []
@@ -126,6 +141,15 @@ class MatrixOptimizerConfig(OptimizerConfig):
         self.use_triton = options.switch("use_triton", self.use_triton)
         if self.use_triton and importlib.util.find_spec("triton") is None:
             raise MissingDependencyError("use_triton", "needs Triton, which is not installed", "Set it to false")
+        self.ns_steps = options.count("ns_steps", self.ns_steps)
+        if self.ns_epsilon is not None:
+            self.ns_epsilon = options.positive("ns_epsilon", self.ns_epsilon)
+        self.check_own()
+        # The rules of the optimizer itself, on a matrix of one element: now rather than after the model is loaded.
+        self.build_from_param_groups([{"params": [torch.nn.Parameter(torch.zeros(1, 1))], "weight_decay": 0.0}])
+
+    def check_own(self) -> None:
+        """Check and convert the options that a subclass adds."""
 
     def grouping_rules(self) -> GroupingRules:
         """Return where each role of parameter goes under this configuration."""
@@ -134,6 +158,7 @@ class MatrixOptimizerConfig(OptimizerConfig):
             scalar_algorithm=self.scalar_opt,
             lr=self.lr,
             weight_decay=self.weight_decay,
+            matrix_decay=self.matrix_decay,
             scalar_lr=self.scalar_lr,
             embed_lr=self.embed_lr,
             lm_head_lr=self.lm_head_lr,
@@ -141,9 +166,7 @@ class MatrixOptimizerConfig(OptimizerConfig):
             scalar_eps=self.scalar_eps,
             flatten=self.flatten,
             adamw_patterns=self.adamw_param_patterns,
-            overrides=[
-                Override(entry.pattern, entry.lr_mult, entry.wd_mult) for entry in self.param_group_overrides
-            ],
+            overrides=[Override(entry.pattern, entry.lr_mult, entry.wd_mult) for entry in self.param_group_overrides],
         )
 
     def optimizer_options(self) -> dict[str, Any]:
@@ -200,23 +223,42 @@ class MuownConfig(MatrixOptimizerConfig):
     Options and defaults are those of AutoModel's later MuownConfig, and those of the base class.
 
     Attributes:
-        ns_steps: Newton-Schulz iterations, >= 1.
-        ns_epsilon: Stabilizer of their normalization, > 0.
         muon_update_scale: Factor on direction updates only, >= 0. Read from here, also on resume.
     """
 
     algorithm: ClassVar[str] = "muown"
     optimizer_name: ClassVar[str] = "Muown"
 
-    ns_steps: int = 5
-    ns_epsilon: float = 1e-7
     muon_update_scale: float = 1.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.ns_steps = options.count("ns_steps", self.ns_steps)
-        self.ns_epsilon = options.positive("ns_epsilon", self.ns_epsilon)
+    def check_own(self) -> None:
+        """Check and convert the options that this class adds."""
         self.muon_update_scale = options.not_negative("muon_update_scale", self.muon_update_scale)
+
+
+@dataclass
+class NorMuownConfig(MuownConfig):
+    """`dmuown.NorMuown`: Muown whose orthogonalized direction is normalized neuron by neuron.
+
+    Attributes:
+        muon_beta2: Decay of the neurons' second moments, in [0, 1).
+        normalization_epsilon: Stabilizer of the normalization, > 0.
+        shape_scaling_type: "muon" or "normuon": how the rate follows a matrix's shape.
+    """
+
+    algorithm: ClassVar[str] = "normuown"
+    optimizer_name: ClassVar[str] = "NorMuown"
+
+    muon_beta2: float = 0.95
+    normalization_epsilon: float = 1e-10
+    shape_scaling_type: str = "muon"
+
+    def check_own(self) -> None:
+        """Check and convert the options that this class adds."""
+        super().check_own()
+        self.muon_beta2 = options.coefficient("muon_beta2", self.muon_beta2)
+        self.normalization_epsilon = options.positive("normalization_epsilon", self.normalization_epsilon)
+        self.shape_scaling_type = options.choice("shape_scaling_type", self.shape_scaling_type, ("muon", "normuon"))
 
 
 @dataclass
@@ -224,10 +266,11 @@ class MuonConfig(MatrixOptimizerConfig):
     """`dmuown.Muon`, with the options and defaults of the host's own MuonConfig and Dion's Muon.
 
     Attributes:
-        adjust_lr: "spectral_norm", "rms_norm" or None: how the rate follows a matrix's shape.
+        adjust_lr: "spectral_norm", "rms_norm", "keller" or None: how the rate follows a matrix's shape.
         cautious_wd: Decay only where update and weight agree in sign.
         use_polar_express: Polar Express coefficients instead of Newton-Schulz's.
         use_gram_newton_schulz: Iterate on the Gram matrix.
+        ns_epsilon: None is `epsilon`, as in Dion.
     """
 
     algorithm: ClassVar[str] = "muon"
@@ -235,21 +278,76 @@ class MuonConfig(MatrixOptimizerConfig):
 
     lr: float = 5e-4
     nesterov: bool = False
+    ns_epsilon: float | None = None
     adjust_lr: str | None = "spectral_norm"
     cautious_wd: bool = False
     use_polar_express: bool = True
     use_gram_newton_schulz: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.adjust_lr = options.choice("adjust_lr", self.adjust_lr, ("spectral_norm", "rms_norm", None))
+    def check_own(self) -> None:
+        """Check and convert the options that this class adds."""
+        self.adjust_lr = options.choice("adjust_lr", self.adjust_lr, ("spectral_norm", "rms_norm", "keller", None))
         for key in ("cautious_wd", "use_polar_express", "use_gram_newton_schulz"):
             setattr(self, key, options.switch(key, getattr(self, key)))
+
+
+@dataclass
+class NorMuonConfig(MuonConfig):
+    """`dmuown.NorMuon`: Muon whose update is normalized neuron by neuron.
+
+    Attributes:
+        muon_beta2: Decay of the neurons' second moments, in [0, 1).
+    """
+
+    algorithm: ClassVar[str] = "normuon"
+    optimizer_name: ClassVar[str] = "NorMuon"
+
+    muon_beta2: float = 0.95
+
+    def check_own(self) -> None:
+        """Check and convert the options that this class adds."""
+        super().check_own()
+        self.muon_beta2 = options.coefficient("muon_beta2", self.muon_beta2)
+
+
+@dataclass
+class AngularMuownConfig(MatrixOptimizerConfig):
+    """`dmuown.AngularMuown`: row directions on the unit sphere, row magnitudes by Adam.
+
+    `weight_decay` reaches elementwise groups only: on the sphere a matrix has none.
+
+    Attributes:
+        adjust_lr_fn: None or "original", or "match_rms_adamw".
+        warmup_steps, decay_scale, decay_degree: The algorithm's own decay of the angular rate. Under a
+            scheduler that decays, such as the host's cosine, set `decay_degree: 0`.
+    """
+
+    algorithm: ClassVar[str] = "angular_muown"
+    optimizer_name: ClassVar[str] = "AngularMuown"
+    matrix_decay: ClassVar[bool] = False
+
+    lr: float = 1e-2
+    adjust_lr_fn: str | None = None
+    warmup_steps: int = 0
+    decay_scale: float = 0.001
+    decay_degree: float = 1.0
+
+    def check_own(self) -> None:
+        """Check and convert the options that this class adds."""
+        self.decay_scale = options.not_negative("decay_scale", self.decay_scale)
+        self.decay_degree = options.not_negative("decay_degree", self.decay_degree)
+
+    def optimizer_options(self) -> dict[str, Any]:
+        """Return the keyword arguments of the optimizer class; decay is in the groups."""
+        return super().optimizer_options() | {"weight_decay": 0.0}
 
 
 SHORT_NAMES: dict[str, type[MatrixOptimizerConfig]] = {
     "dmuown_muown": MuownConfig,
     "dmuown_muon": MuonConfig,
+    "dmuown_normuon": NorMuonConfig,
+    "dmuown_normuown": NorMuownConfig,
+    "dmuown_angular_muown": AngularMuownConfig,
 }
 """Names for the host's Python path, `build_optimizer(model, (name, options))`; YAML needs `_target_`."""
 

@@ -43,6 +43,7 @@ class GroupingRules:
         scalar_algorithm: Algorithm of everything else, "adamw" or "lion".
         lr: Base learning rate, of matrices.
         weight_decay: Base decay. Embeddings and heads always have none.
+        matrix_decay: Whether matrices have it.
         scalar_lr: Rate of `scalar_algorithm`; None is `lr`.
         embed_lr: Rate of embeddings; None is `scalar_lr`.
         lm_head_lr: Rate of untied heads; None is `lr`.
@@ -58,6 +59,7 @@ class GroupingRules:
     scalar_algorithm: str
     lr: float
     weight_decay: float
+    matrix_decay: bool
     scalar_lr: float | None
     embed_lr: float | None
     lm_head_lr: float | None
@@ -170,7 +172,7 @@ def _settings(entry: ParameterRole, rules: GroupingRules, used: _Used) -> _Setti
         algorithm = "adamw"
     elif entry.role in (Role.MATRIX, Role.EXPERT) or (entry.role is Role.CONV and rules.flatten):
         matrix, order, lr, algorithm = True, 0, rules.lr, rules.algorithm
-        flatten = entry.role is Role.CONV
+        flatten, decay = entry.role is Role.CONV, float(rules.matrix_decay)
     elif entry.role is Role.EMBEDDING:
         order, lr = 2, scalar_lr if rules.embed_lr is None else rules.embed_lr
     elif entry.role is Role.HEAD:

@@ -24,7 +24,7 @@ class ProgressReport:
         self.total = total
         self.step = initial
         self._every = max(1, (total or 10 * _LINES) // _LINES)
-        self._fields = {"loss": "-", "val_loss": "-", "lr": "-"}
+        self._fields: dict[str, Any] = {"loss": "-", "val_loss": "-", "lr": "-"}
         self._bar: Progress | None = None
         if sys.stdout.isatty():
             self._start_bar()
@@ -46,7 +46,10 @@ class ProgressReport:
         if self._bar is not None:
             self._bar.update(self._task, **self._fields)
         else:
-            print(f"step {self.step}: validation loss {loss:.4f}" + ("" if name == "default" else f" on {name}"), flush=True)
+            print(
+                f"step {self.step}: validation loss {loss:.4f}" + ("" if name == "default" else f" on {name}"),
+                flush=True,
+            )
 
     def close(self) -> None:
         """Leave the terminal."""

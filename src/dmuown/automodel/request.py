@@ -111,7 +111,9 @@ def check_optimizer(section: Any) -> None:
             or an option is wrong.
     """
     if not isinstance(section, Mapping) or not isinstance(section.get("_target_"), str):
-        raise OptionError("optimizer", "must be a section with a _target_", "Write _target_: dmuown.automodel.MuownConfig")
+        raise OptionError(
+            "optimizer", "must be a section with a _target_", "Write _target_: dmuown.automodel.MuownConfig"
+        )
     target: str = section["_target_"]
     config_class = own_config(target)
     if config_class is None:
@@ -172,7 +174,9 @@ def check_checkpoint(request: Request) -> None:
     else:
         folder = Path(restore) if os.sep in str(restore) else request.checkpoint_dir / str(restore)
         if not folder.is_dir():
-            raise CheckpointError("checkpoint.restore_from", f"{str(folder)!r} does not exist", "Give a saved checkpoint")
+            raise CheckpointError(
+                "checkpoint.restore_from", f"{str(folder)!r} does not exist", "Give a saved checkpoint"
+            )
     if folder is None or not (folder / "config.yaml").is_file():
         return
     saved = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))

@@ -15,7 +15,7 @@ import torch
 from dmuown.automodel import cpu
 from dmuown.automodel.grouping import ELEMENTWISE, count_matrices
 from dmuown.automodel.progress import ProgressReport
-from dmuown.automodel.request import Request
+from dmuown.automodel.request import Request, own_config
 from dmuown.automodel.summary import RunSummary
 
 
@@ -37,6 +37,8 @@ def run(request: Request) -> RunSummary:
         if backend != "gloo" and _rank() == 0:
             print(f"without CUDA: dist_env.backend is gloo, not {backend}", flush=True)
         cfg.set_by_dotted("dist_env.backend", "gloo")
+    if own_config(str(request.get("optimizer._target_"))) and request.get("optimizer.nonfinite") is None:
+        cfg.set_by_dotted("optimizer.nonfinite", "raise")
     module, _, name = request.recipe.rpartition(".")
     recipe = _reporting(getattr(importlib.import_module(module), name))(cfg)
     recipe.setup()
@@ -61,7 +63,7 @@ def _rank() -> int:
 def _reporting(recipe_class: Any) -> Any:
     """Subclass a recipe of the host so that it reports progress and fills a summary."""
 
-    class Reporting(recipe_class):  # type: ignore[misc]
+    class Reporting(recipe_class):
         def setup(self) -> None:
             self.cfg.optimizer  # noqa: B018 - builds and checks the configuration, before any work
             super().setup()
@@ -135,4 +137,3 @@ def _find_checkpoint(summary: RunSummary, folder: Path) -> None:
     consolidated = Path(latest) / "model" / "consolidated"
     if (consolidated / "config.json").is_file():
         summary.consolidated = str(consolidated)
-
