@@ -84,10 +84,9 @@ def find_boundaries(
     _walk(model, "", set(), chosen, forward, leaving, inside)
     backward = {id(module): position for position, module in enumerate(reversed(leaving))}
     index = {id(module): position for position, (_, module) in enumerate(forward)}
+    ends = {identity: max(backward[other] for other in others) for identity, others in inside.items()}
     entries = tuple(
-        Boundary(
-            position, canonical_name(path), backward[id(module)], max(map(backward.__getitem__, inside[id(module)]))
-        )
+        Boundary(position, canonical_name(path), backward[id(module)], ends[id(module)])
         for position, (path, module) in enumerate(forward)
     )
     of = {name: tuple(sorted({index[id(module)] for module in modules})) for name, modules in found.items()}

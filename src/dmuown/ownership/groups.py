@@ -33,7 +33,7 @@ def owned_param_groups(
         algorithm: Algorithm of the parameters on route `muon`.
 
     Returns:
-        Groups with `params` and `param_names` (this rank's own), `route`, `algorithm`, and the user's keys.
+        Groups with `params` and `param_names` (this rank's own), `dmuon_route`, `algorithm`, and the user's keys.
         Groups whose parameters are all elsewhere are there too, empty.
 
     Raises:
@@ -56,7 +56,7 @@ def owned_param_groups(
             routes[name] = record.route
     split = split_groups_by_route(given, names=names, routes=routes, algorithm=algorithm)
     for part in split:
-        if "route" not in part:
+        if "dmuon_route" not in part:
             part.setdefault("algorithm", "adamw")
         kept = [
             (param, name)

@@ -64,7 +64,7 @@ def policy_param_groups(
         groups: The user's own groups, to be split by route; None takes one group of all parameters.
 
     Returns:
-        Groups with `params`, `param_names`, `route`, `algorithm` and the user's keys; no empty ones.
+        Groups with `params`, `param_names`, `dmuon_route`, `algorithm` and the user's keys; no empty ones.
 
     Raises:
         OptionError, ParameterError: The policy is bad, or leaves a vector on `muon`.
@@ -93,7 +93,7 @@ def split_groups_by_route(
         algorithm: Algorithm of the parameters on route `muon`.
 
     Returns:
-        Groups that each have one `route` and one `algorithm`; no empty ones.
+        Groups that each have one `dmuon_route` and one `algorithm`; no empty ones.
 
     Raises:
         OptionError: Override keys that name no route, or that contradict each other.
@@ -116,7 +116,7 @@ def split_groups_by_route(
             part["params"] = [param for _, param in members]
             part["param_names"] = [name for name, _ in members]
             if route:
-                part["route"] = route
+                part["dmuon_route"] = route
                 part["algorithm"] = _algorithm(route, group, named_algorithm or algorithm)
             result.append(part)
     return result

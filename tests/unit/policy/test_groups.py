@@ -32,7 +32,7 @@ def test_policy_drives_groups_without_the_runtime() -> None:
     model = Tiny()
     model.get_parameter("layers.1.1.weight").requires_grad_(False)
     groups = policy_param_groups(model, POLICY, algorithm="normuon")
-    assert [(group["route"], group["algorithm"], group["param_names"]) for group in groups] == [
+    assert [(group["dmuon_route"], group["algorithm"], group["param_names"]) for group in groups] == [
         ("muon", "normuon", ["layers.0.1.weight"]),
         (
             "adamw",
@@ -57,7 +57,7 @@ def test_users_groups_are_split_and_keep_their_keys() -> None:
             {"params": list(model.layers[1].named_parameters()), "lr": 0.125},
         ],
     )
-    assert [(group["route"], group["algorithm"], group["lr"], len(group["params"])) for group in groups] == [
+    assert [(group["dmuon_route"], group["algorithm"], group["lr"], len(group["params"])) for group in groups] == [
         ("muon", "muon", 0.5, 1),
         ("adamw", "adamw", 0.5, 3),
         ("sharded_adamw", "lion", 0.25, 1),
@@ -81,8 +81,9 @@ def test_users_groups_are_split_and_keep_their_keys() -> None:
 def test_group_override(keys: dict[str, str], route: str, algorithm: str) -> None:
     model = Tiny()
     (group,) = policy_param_groups(model, POLICY, groups=[{"params": [model.embed.weight], **keys}])
-    assert (group["route"], group["algorithm"]) == (route, algorithm)
-    assert not set(keys) & set(group)
+    assert (group["dmuon_route"], group["algorithm"]) == (route, algorithm)
+    assert "dmuon_optimizer" not in group
+    assert "matrix_optimizer" not in group
 
 
 def test_bad_group_overrides() -> None:
