@@ -6,15 +6,17 @@ import difflib
 from collections.abc import Iterable
 
 # Path components that wrappers of torch insert between a module and its content: torch.compile, the
-# activation-checkpoint wrapper, FSDP1.
+# activation-checkpoint wrapper, FSDP1. DDP inserts `module` at the front, and only there is it stripped: a model
+# may have a submodule of that name.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def canonical_name(name: str) -> str:
-    """Return `name` without the components that wrappers inserted: `layers.0._orig_mod.w` -> `layers.0.w`."""
-    if not any(wrapper in name for wrapper in _WRAPPERS):
-        return name
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    """Return `name` without the components that wrappers inserted: `module.layers.0._orig_mod.w` -> `layers.0.w`."""
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    while len(parts) > 1 and parts[0] == "module":
+        parts.pop(0)
+    return ".".join(parts)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

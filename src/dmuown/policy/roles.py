@@ -97,7 +97,7 @@ def describe_parameters(model: nn.Module, *, trainable_only: bool = True) -> lis
         for local, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if trainable_only and not parameter.requires_grad:
                 continue
-            uses.setdefault(id(parameter), []).append(_Use(canonical_name(path), module, local, parameter))
+            uses.setdefault(id(parameter), []).append(_Use(_join(path, local), module, local, parameter))
     found = []
     for group in uses.values():
         judged = [(use, *_role_of(use, context)) for use in group]
@@ -133,14 +133,14 @@ _HOST_TRANSPOSED_EXPERTS = frozenset({"GroupedExperts", "GroupedExpertsDeepEP"})
 
 @dataclass(frozen=True)
 class _Use:
-    path: str
+    name: str
     module: nn.Module
     local: str
     parameter: nn.Parameter
 
     @property
-    def name(self) -> str:
-        return f"{self.path}.{self.local}" if self.path else self.local
+    def path(self) -> str:
+        return self.name.rpartition(".")[0]
 
     @property
     def components(self) -> list[str]:
@@ -171,18 +171,16 @@ class _Context:
         transposed: set[str] = set()
         gates: set[str] = set()
         containers: list[str] = []
-        for raw_path, module in model.named_modules(remove_duplicate=False):
-            path = canonical_name(raw_path)
-            prefix = f"{path}." if path else ""
+        for path, module in model.named_modules(remove_duplicate=False):
             inputs |= _weights_of(module, "get_input_embeddings")
             outputs |= _weights_of(module, "get_output_embeddings")
             if isinstance(module, nn.Embedding):
                 sizes.add(module.num_embeddings)
-            transposed |= {prefix + local for local in _declared_transposed(raw_path, module)}
+            transposed |= {_join(path, local) for local in _declared_transposed(path, module)}
             if any(_EXPERT_WORD.search(name) or _named(child, _EXPERT_WORD) for name, child in module.named_children()):
-                gates |= {prefix + name for name in ("gate", "wg")}
-            if _named(module, _HEAD_CLASS):
-                containers.append(prefix)
+                gates |= {_join(path, name) for name in ("gate", "wg")}
+            if path and _named(module, _HEAD_CLASS):
+                containers.append(_join(path, ""))
         config = getattr(model, "config", None)
         sizes |= {size for key in ("vocab_size", "num_labels") if isinstance(size := getattr(config, key, None), int)}
         return cls(
@@ -219,7 +217,11 @@ def _declared_transposed(path: str, module: nn.Module) -> Iterator[str]:
                 f"lists {local!r}, which is no parameter of {type(module).__name__}",
                 "List the names of the module's own parameters that are stored [..., input, output]",
             ) from None
-        yield canonical_name(local)
+        yield local
+
+
+def _join(path: str, local: str) -> str:
+    return canonical_name(f"{path}.{local}" if path else local)
 
 
 def _named(module: nn.Module, pattern: re.Pattern[str]) -> bool:
