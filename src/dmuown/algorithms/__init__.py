@@ -10,12 +10,13 @@ from dmuown.algorithms.base import (
     register_muon_algorithm,
     registered_algorithms,
 )
-from dmuown.algorithms.batch import MatrixBatch, Work
+from dmuown.algorithms.batch import DeclaredState, MatrixBatch, Work
 from dmuown.state import BufferSpec
 
 __all__ = [
     "Algorithm",
     "BufferSpec",
+    "DeclaredState",
     "ElementwiseAlgorithm",
     "MatrixBatch",
     "MuonAlgorithm",

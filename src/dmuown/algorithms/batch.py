@@ -4,16 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dmuown.errors import OptionError
+
 T = TypeVar("T")
 
 #: A phase of an algorithm: yields exactly where a collective is in flight, and returns a value.
 Work = Generator[None, None, T]
+
+
+class DeclaredState(dict[str, T]):
+    """State by buffer name; names that the algorithm did not declare are refused.
+
+    Args:
+        algorithm: Name of the algorithm, for errors.
+        values: One entry per declared buffer.
+    """
+
+    def __init__(self, algorithm: str, values: Mapping[str, T]) -> None:
+        super().__init__(values)
+        self._algorithm = algorithm
+
+    def _refuse(self, key: str) -> NoReturn:
+        raise OptionError(
+            f"{self._algorithm}.state_spec",
+            f"declares no buffer {key!r}, only {', '.join(map(repr, self)) or 'none'}",
+            "Declare it, so that it is allocated, sharded, saved and loaded",
+        )
+
+    def __missing__(self, key: str) -> T:
+        self._refuse(key)
+
+    def __setitem__(self, key: str, value: T) -> None:
+        if key not in self:
+            self._refuse(key)
+        super().__setitem__(key, value)
 
 
 @dataclass
@@ -98,7 +128,8 @@ def _all_reduce(values: Sequence[Tensor], group: dist.ProcessGroup | None) -> Wo
     if group is None or not values:
         return list(values)
     flat = torch.cat([value.reshape(-1) for value in values])
-    work = dist.all_reduce(flat, group=group, async_op=True)
+    # Empty on all ranks that share these rows, or on none. They yield all the same: see `engine.exchange`.
+    work = dist.all_reduce(flat, group=group, async_op=True) if flat.numel() else None
     yield
     if work is not None:
         work.wait()

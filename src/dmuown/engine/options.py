@@ -13,6 +13,7 @@ from torch import Tensor
 from dmuown.algorithms import Algorithm, MuonAlgorithm, get_algorithm, loaded_algorithms
 from dmuown.engine.state_version import STATE_VERSION
 from dmuown.errors import OptionError
+from dmuown.state.spec import PRECISIONS
 
 #: Other libraries' names for the same option.
 ALIASES = {
@@ -57,6 +58,10 @@ COMMON_OPTIONS: dict[str, Any] = {
     "algorithm": None,
     "maximize": False,
     "foreach": None,
+    "state_precision": None,
+    "offload_state": False,
+    "master_weights": False,
+    "stochastic_rounding": False,
     "state_version": STATE_VERSION,
 }
 
@@ -70,7 +75,12 @@ RUN_LEVEL_OPTIONS = (
     "ns_dtype",
     "ns_form",
     "fused_adam",
+    "foreach_adam",
     "maximize",
+    "state_precision",
+    "offload_state",
+    "master_weights",
+    "stochastic_rounding",
 )
 
 #: Constructor arguments that groups of any algorithm inherit; the others stay with the optimizer's own algorithm.
@@ -100,8 +110,6 @@ FOREIGN_KEYS = frozenset(
         "capturable",
         "differentiable",
         "fused",
-        "foreach_adam",
-        "is_adamw",
         "swa_lr",
         "dmuon_route",
         "dmuon_optimizer",
@@ -132,15 +140,16 @@ def complete_group(group: dict[str, Any], where: str, class_defaults: Mapping[st
     class_defaults = dict(class_defaults)
     _resolve_aliases(class_defaults, where)
     name = group.get("algorithm", class_defaults["algorithm"])
-    if name in ("adam", "adamw") and "is_adamw" in group:
-        name = "adamw" if group["is_adamw"] else "adam"
+    is_adamw = _taken_flag("is_adamw", group, class_defaults, where)
+    if name == "adamw" and not is_adamw:
+        name = "adam"
     algorithm = get_algorithm(name)
     group["algorithm"] = name
     known = {**COMMON_OPTIONS, **(MATRIX_OPTIONS if isinstance(algorithm, MuonAlgorithm) else {})}
     own = algorithm.all_options()
     for key in group:
         if key not in known and key not in own and key not in FOREIGN_KEYS and key not in every_option():
-            _refuse_unknown(key, where, {*known, *own, *ALIASES, *BETA_ALIASES})
+            _refuse_unknown(key, where, {*known, *own, *ALIASES, *BETA_ALIASES, "is_adamw"})
     if name != class_defaults["algorithm"]:
         # What belongs to the optimizer's own algorithm does not leak into groups of another.
         class_defaults = {key: value for key, value in class_defaults.items() if key in SHARED_OPTIONS}
@@ -148,6 +157,15 @@ def complete_group(group: dict[str, Any], where: str, class_defaults: Mapping[st
         group.setdefault(key, default)
     validate_group(group, where)
     return algorithm
+
+
+def _taken_flag(key: str, group: dict[str, Any], class_defaults: dict[str, Any], where: str) -> bool:
+    """Remove an option that only spells another one, and return its value."""
+    default = class_defaults.pop(key, True)
+    value = group.pop(key, default)
+    if not isinstance(value, bool):
+        raise OptionError(f"{where}: {key}", f"must be True or False, got {value!r}")
+    return value
 
 
 def validate_group(group: dict[str, Any], where: str) -> None:
@@ -199,7 +217,7 @@ def check_names(arguments: Mapping[str, Any], where: str) -> None:
     Raises:
         OptionError: With the nearest name.
     """
-    known = every_option() | set(ALIASES) | set(BETA_ALIASES)
+    known = every_option() | {*ALIASES, *BETA_ALIASES, "is_adamw"}
     for key in arguments:
         if key not in known and key not in FOREIGN_KEYS:
             _refuse_unknown(key, where, known)
@@ -232,9 +250,13 @@ def _validate(group: dict[str, Any], where: str) -> None:
             group[key] = checked_number(group[key], f"{where}: {key}", rule, holds)
     if group["lr"] is None:
         raise OptionError(f"{where}: lr", "is missing")
-    for key in ("nesterov", "cautious_wd", "matrix_transposed", "flatten", "interleaved", "maximize", "use_triton"):
+    for key in _FLAGS:
         if key in group and not isinstance(group[key], bool):
             raise OptionError(f"{where}: {key}", f"must be True or False, got {group[key]!r}")
+    for key in ("foreach", "fused_adam", "foreach_adam"):
+        if group.get(key) not in (None, True, False):
+            raise OptionError(f"{where}: {key}", f"must be True, False or None, got {group[key]!r}")
+    _validate_storage(group, where)
     for key in ("ns_steps", "batch_size", "num_heads"):
         if group.get(key) is not None:
             _check_count(group[key], f"{where}: {key}")
@@ -244,6 +266,33 @@ def _validate(group: dict[str, Any], where: str) -> None:
                 raise OptionError(f"{where}: split_sizes", f"excludes {other}", "Set only one of them")
     if group.get("flatten") and (group.get("num_heads") or 1) > 1:
         raise OptionError(f"{where}: num_heads", "excludes flatten", "Set only one of them")
+
+
+_FLAGS = (
+    "nesterov",
+    "cautious_wd",
+    "matrix_transposed",
+    "flatten",
+    "interleaved",
+    "maximize",
+    "use_triton",
+    "offload_state",
+    "master_weights",
+    "stochastic_rounding",
+)
+
+
+def _validate_storage(group: Mapping[str, Any], where: str) -> None:
+    precision = group.get("state_precision")
+    if precision is not None and precision not in PRECISIONS:
+        near = difflib.get_close_matches(str(precision), PRECISIONS, n=1)
+        raise OptionError(
+            f"{where}: state_precision",
+            f"must be None or one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}",
+            f"Did you mean {near[0]!r}" if near else "",
+        )
+    if group.get("master_weights") and group.get("stochastic_rounding"):
+        raise OptionError(f"{where}: stochastic_rounding", "excludes master_weights", "Set only one of them")
 
 
 def _check_count(value: object, subject: str) -> None:

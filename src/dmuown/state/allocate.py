@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from dmuown.state.spec import BufferSpec
+from dmuown.state import lowbit
+from dmuown.state.spec import PRECISIONS, BufferSpec
+
+logger = logging.getLogger(__name__)
 
 
-def allocate_like_grad(param: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros of a parameter's shape, placements and device.
+def allocate_like_grad(param: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """Zeros of a parameter's shape and placements.
 
     Args:
         param: Tensor or DTensor of any shape.
         dtype: Storage dtype.
+        device: Where they live; None for where the parameter does. On the host beside an accelerator they
+            are pinned, so that copies overlap with computation.
     """
-    return torch.zeros_like(param, dtype=dtype, requires_grad=False, memory_format=torch.contiguous_format)
+    pinned = device is not None and device.type == "cpu" and torch.cuda.is_available()
+    return torch.zeros_like(
+        param,
+        dtype=dtype,
+        requires_grad=False,
+        memory_format=torch.contiguous_format,
+        **({} if device is None else {"device": device}),
+        **({"pin_memory": True} if pinned else {}),
+    )
 
 
 def allocate_rows(
@@ -51,7 +66,15 @@ def allocate_rows(
     )
 
 
-def allocate(spec: BufferSpec, param: Tensor, rows: Callable[[torch.dtype], Tensor], device: torch.device) -> Tensor:
+def allocate(
+    spec: BufferSpec,
+    param: Tensor,
+    rows: Callable[[torch.dtype], Tensor],
+    device: torch.device,
+    *,
+    name: str = "",
+    options: Mapping[str, Any] | None = None,
+) -> Tensor:
     """Allocate one declared buffer.
 
     Args:
@@ -59,9 +82,35 @@ def allocate(spec: BufferSpec, param: Tensor, rows: Callable[[torch.dtype], Tens
         param: The parameter, Tensor or DTensor.
         rows: Makes `"grad_rows"` storage of a dtype.
         device: Where a scalar lives.
+        name: The parameter's name and the buffer's, for the log.
+        options: The group's options. Read here: `state_precision` and `offload_state`, of buffers shaped
+            like the gradient.
+
+    Raises:
+        MissingDependencyError: Low-bit storage without torchao.
     """
     if spec.like == "scalar":
         return torch.zeros((), dtype=torch.float32, device=device)
     if spec.like == "grad_rows":
         return rows(spec.dtype or torch.float32)
-    return allocate_like_grad(param, spec.dtype or param.dtype)
+    options = options or {}
+    precision = None if spec.dtype else options.get("state_precision")
+    local = param.to_local() if isinstance(param, DTensor) else param
+    home = torch.device("cpu") if options.get("offload_state") else local.device
+    if precision in lowbit.LOW_BIT:
+        made = lowbit.zeros_like(param, precision, signed=spec.signed, device=home)
+        if made is not None:
+            return made
+        logger.warning(
+            "%s: shards of shape %s do not divide into the blocks that %s storage needs; it is kept in %s",
+            name,
+            tuple(local.shape),
+            precision,
+            param.dtype,
+        )
+        precision = None
+    dtype = spec.dtype or (PRECISIONS[precision] if precision else None) or param.dtype
+    made = allocate_like_grad(param, dtype, None if home == local.device else home)
+    if spec.fate == "weights":
+        made.copy_(param.detach())
+    return made

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 Like = Literal["grad", "grad_rows", "scalar"]
-Fate = Literal["accumulated", "weight_rows", "counter"]
+Fate = Literal["accumulated", "weight_rows", "weights", "counter"]
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class BufferSpec:
         dtype: Storage dtype; None follows the group's `state_precision` for `"grad"` buffers, and
             is fp32 for the others, which are small.
         fate: `"accumulated"`: starts at zero and is carried through checkpoints. `"weight_rows"`:
-            starts as the row norms of the weight, and can be made anew from it. `"counter"`:
-            counts steps.
+            starts as the row norms of the weight, and can be made anew from it. `"weights"`: starts as
+            the weight itself. `"counter"`: counts steps.
     """
 
     like: Like = "grad"
@@ -42,6 +42,21 @@ class BufferSpec:
                 choices = ", ".join(allowed.__args__)  # type: ignore[attr-defined]
                 raise OptionError(f"BufferSpec.{field}", f"must be one of {choices}, got {value!r}")
 
+
+#: What a low-bit or bf16 `state_precision` may be called, and the dtype of those that have one.
+PRECISIONS: dict[str, torch.dtype | None] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "int8": None,
+    "int4": None,
+    "fp8": None,
+}
+
+#: Name of the fp32 copy of a 16-bit parameter that a group with `master_weights=True` steps.
+MASTER_WEIGHT = "master_weight"
+
+#: Its declaration.
+MASTER = BufferSpec(like="grad", dtype=torch.float32, fate="weights")
 
 #: State of Adam's moments on the magnitudes and of any per-parameter counter.
 STEP = BufferSpec(like="scalar", dtype=torch.float32, fate="counter")

@@ -128,12 +128,12 @@ CASES: dict[str, Case] = {
     ),
     # A step this long drives magnitudes through zero.
     "muown sign": (dmuown.Muown, muown.Muown, {"lr": 0.4}, {"lr": 0.4}, 1e-4),
-    "normuown": (dmuown.NorMuown, normuown.NorMuown, {"lr": 0.01}, {"lr": 0.01, "shape_scaling_type": "muon"}, ROWS),
+    "normuown": (dmuown.NorMuown, normuown.NorMuown, {"lr": 0.01}, {"lr": 0.01}, ROWS),
     "normuown options": (
         dmuown.NorMuown,
         normuown.NorMuown,
-        {"lr": 0.01, "muon_beta2": 0.8, "shape_scaling_type": "normuon", "weight_decay": 0.3, "muon_update_scale": 2.0},
-        {"lr": 0.01, "muon_beta2": 0.8, "shape_scaling_type": "normuon", "weight_decay": 0.3, "muon_update_scale": 2.0},
+        {"lr": 0.01, "muon_beta2": 0.8, "shape_scaling_type": "muon", "weight_decay": 0.3, "muon_update_scale": 2.0},
+        {"lr": 0.01, "muon_beta2": 0.8, "shape_scaling_type": "muon", "weight_decay": 0.3, "muon_update_scale": 2.0},
         ROWS,
     ),
     "angular_muown": (dmuown.AngularMuown, angular_muown.AngularMuown, {}, {}, ROWS),
