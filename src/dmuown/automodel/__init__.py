@@ -1,26 +1,38 @@
-"""dmuown inside NVIDIA NeMo AutoModel: optimizer configurations, runs without CUDA, the demo.
+"""dmuown inside NVIDIA NeMo AutoModel: optimizer configurations, checks of its YAML files, runs without CUDA.
 
     optimizer:
       _target_: dmuown.automodel.MuownConfig
       lr: 3e-4
 
-Importing this package imports the host's optimizer module and registers the short names
-`dmuown_muown`, `dmuown_muon`, ... there, for `build_optimizer(model, (name, options))`. It raises
-MissingDependencyError where the host is missing or of another version than `host.SUPPORTED`.
+Names load on first use: the checks of `dmuown check` and `dmuown plan` live here too, and need no host. The first
+configuration that is used imports the host's optimizer module and registers the short names `dmuown_muown`,
+`dmuown_muon`, ... there, for `build_optimizer(model, (name, options))`; importing this package does so at once where
+that module is loaded already. Using one raises MissingDependencyError where the host is missing or of another version
+than `host.SUPPORTED`.
 """
 
 from __future__ import annotations
 
-from dmuown.automodel.configs import (
-    SHORT_NAMES,
-    AngularMuownConfig,
-    MuonConfig,
-    MuownConfig,
-    NorMuonConfig,
-    NorMuownConfig,
-    register_short_names,
-)
+import importlib
+import sys
+from typing import TYPE_CHECKING
 
-register_short_names()
+if TYPE_CHECKING:
+    from dmuown.automodel.configs import SHORT_NAMES as SHORT_NAMES
+    from dmuown.automodel.configs import AngularMuownConfig as AngularMuownConfig
+    from dmuown.automodel.configs import MuonConfig as MuonConfig
+    from dmuown.automodel.configs import MuownConfig as MuownConfig
+    from dmuown.automodel.configs import NorMuonConfig as NorMuonConfig
+    from dmuown.automodel.configs import NorMuownConfig as NorMuownConfig
 
 __all__ = ["SHORT_NAMES", "AngularMuownConfig", "MuonConfig", "MuownConfig", "NorMuonConfig", "NorMuownConfig"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.configs"), name)
+
+
+if "nemo_automodel.components.optim.optimizer" in sys.modules:
+    importlib.import_module(f"{__name__}.configs")

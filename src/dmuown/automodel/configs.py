@@ -1,345 +1,65 @@
-"""Optimizer configurations of the host, for `optimizer._target_` in its YAML files."""
+"""Optimizer configurations of the host, for `optimizer._target_` in its YAML files.
+
+Each joins its options (`dmuown.automodel.optimizer_options`, which say what they mean and check them) with the
+host's base class, so that the host takes it for its own.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.util
-import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import ClassVar
 
-import torch
-
-from dmuown.automodel import options
-from dmuown.automodel.grouping import GroupingRules, Override, build_param_groups, count_matrices
 from dmuown.automodel.host import require_host
-from dmuown.errors import MissingDependencyError
+from dmuown.automodel.optimizer_options import (
+    AngularMuownOptions,
+    MatrixOptions,
+    MuonOptions,
+    MuownOptions,
+    NorMuonOptions,
+    NorMuownOptions,
+)
 
 require_host()
 
-from nemo_automodel.components.optim.optimizer import (  # noqa: E402
-    OPTIMIZER_CONFIG_REGISTRY,
-    OptimizerConfig,
-    ParamGroupOverride,
-)
+from nemo_automodel.components.optim.optimizer import OPTIMIZER_CONFIG_REGISTRY, OptimizerConfig  # noqa: E402
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-logger = logging.getLogger(__name__)
-
-_GROUPING_FIELDS = frozenset(
-    {
-        "scalar_opt",
-        "scalar_betas",
-        "scalar_eps",
-        "scalar_lr",
-        "embed_lr",
-        "lm_head_lr",
-        "adamw_param_patterns",
-        "param_group_overrides",
-        "flatten",
-    }
-)
+MatrixOptimizerConfig = MatrixOptions
+"""Base of all configurations here, and of their options."""
 
 
 @dataclass
-class MatrixOptimizerConfig(OptimizerConfig):
-    """Options that every configuration here shares; use one of the subclasses.
-
-    Matrices and stacks of experts go to the subclass's algorithm; embeddings, output heads, norms,
-    biases, routers and convolutions to `scalar_opt`. What a parameter is comes from its module
-    (`dmuown.policy.roles`). Numbers may be strings, since YAML reads `1e-4` as one.
-
-    Attributes:
-        lr: Base learning rate; the host's scheduler scales it.
-        weight_decay: Decoupled decay; embeddings and heads have none.
-        mu: Momentum of matrices, in [0, 1).
-        betas: Adam coefficients of the optimizer.
-        epsilon: Stabilizer of the optimizer, > 0.
-        nesterov: Nesterov momentum on matrices.
-        use_triton: Triton kernels where they apply; an error without Triton.
-        flatten: Orthogonalize dense convolutions, input and kernel axes flattened. Convolutions in
-            groups stay with `scalar_opt`.
-        scalar_opt: "adamw" or "lion".
-        scalar_betas, scalar_eps: Coefficients and epsilon of `scalar_opt`.
-        scalar_lr: Rate of `scalar_opt`; None is `lr`.
-        embed_lr: Rate of embeddings; None is `scalar_lr`, then `lr`. A head tied to the embedding is
-            the embedding.
-        lm_head_lr: Rate of untied output heads; None is `lr`.
-        param_group_overrides: {pattern, lr_mult, wd_mult} each; the first that matches a name counts.
-        adamw_param_patterns: Regular expressions of names sent to AdamW at `scalar_lr`.
-        ns_steps: Iterations of the orthogonalization, >= 1.
-        ns_epsilon: Stabilizer of its normalization, > 0.
-        scheme, coefficients, ns_dtype, backend: The orthogonalizer; see `dmuown.orthogonalize.Orthogonalizer`.
-        nonfinite: "propagate", "skip" or "raise" at a gradient that is not finite. `dmuown finetune` takes
-            "raise" where the YAML says nothing.
-
-    Raises:
-        OptionError: An unknown option, or a value out of range; before any work, on every rank.
-        MissingDependencyError: `use_triton` without Triton.
-    """
+class MuownConfig(MuownOptions, OptimizerConfig):
+    """`dmuown.Muown` in the host; see `MuownOptions`."""
 
     supports_megatron_fsdp_sharding: ClassVar[bool] = False
-    algorithm: ClassVar[str] = ""
-    optimizer_name: ClassVar[str] = ""
-    matrix_decay: ClassVar[bool] = True
-
-    param_group_overrides: list[Any] = field(default_factory=list)
-    lr: float = 3e-4
-    weight_decay: float = 0.0
-    mu: float = 0.95
-    betas: tuple[float, float] = (0.9, 0.95)
-    epsilon: float = 1e-8
-    nesterov: bool = True
-    use_triton: bool = False
-    flatten: bool = False
-    scalar_opt: str = "adamw"
-    scalar_betas: tuple[float, float] = (0.9, 0.999)
-    scalar_eps: float = 1e-8
-    scalar_lr: float | None = None
-    embed_lr: float | None = None
-    lm_head_lr: float | None = None
-    adamw_param_patterns: list[str] = field(default_factory=list)
-    ns_steps: int = 5
-    ns_epsilon: float | None = 1e-7
-    scheme: str | None = None
-    coefficients: Any = None
-    ns_dtype: str = "auto"
-    backend: str = "auto"
-    nonfinite: str = "propagate"
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        # Before the generated __init__, whose TypeError would name neither the section nor the remedy.
-        options.reject_unknown(kwargs, [entry.name for entry in dataclasses.fields(cls) if entry.init], cls.__name__)
-        instance: Self = super().__new__(cls)
-        return instance
-
-    def __post_init__(self) -> None:
-        overrides = self.param_group_overrides or []
-        self.param_group_overrides = [
-            entry
-            if isinstance(entry, ParamGroupOverride)
-            else ParamGroupOverride(**options.override(f"param_group_overrides[{index}]", entry))
-            for index, entry in enumerate(overrides)
-        ]
-        self.lr = options.not_negative("lr", self.lr)
-        self.weight_decay = options.not_negative("weight_decay", self.weight_decay)
-        self.mu = options.coefficient("mu", self.mu)
-        self.betas = options.coefficients("betas", self.betas)
-        self.epsilon = options.positive("epsilon", self.epsilon)
-        self.nesterov = options.switch("nesterov", self.nesterov)
-        self.flatten = options.switch("flatten", self.flatten)
-        self.scalar_opt = options.choice("scalar_opt", self.scalar_opt, ("adamw", "lion"))
-        self.scalar_betas = options.coefficients("scalar_betas", self.scalar_betas)
-        self.scalar_eps = options.positive("scalar_eps", self.scalar_eps)
-        for key in ("scalar_lr", "embed_lr", "lm_head_lr"):
-            if getattr(self, key) is not None:
-                setattr(self, key, options.not_negative(key, getattr(self, key)))
-        self.adamw_param_patterns = options.patterns("adamw_param_patterns", self.adamw_param_patterns)
-        self.use_triton = options.switch("use_triton", self.use_triton)
-        if self.use_triton and importlib.util.find_spec("triton") is None:
-            raise MissingDependencyError("use_triton", "needs Triton, which is not installed", "Set it to false")
-        self.ns_steps = options.count("ns_steps", self.ns_steps)
-        if self.ns_epsilon is not None:
-            self.ns_epsilon = options.positive("ns_epsilon", self.ns_epsilon)
-        self.check_own()
-        # The rules of the optimizer itself, on a matrix of one element: now rather than after the model is loaded.
-        self.build_from_param_groups([{"params": [torch.nn.Parameter(torch.zeros(1, 1))], "weight_decay": 0.0}])
-
-    def check_own(self) -> None:
-        """Check and convert the options that a subclass adds."""
-
-    def grouping_rules(self) -> GroupingRules:
-        """Return where each role of parameter goes under this configuration."""
-        return GroupingRules(
-            algorithm=self.algorithm,
-            scalar_algorithm=self.scalar_opt,
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-            matrix_decay=self.matrix_decay,
-            scalar_lr=self.scalar_lr,
-            embed_lr=self.embed_lr,
-            lm_head_lr=self.lm_head_lr,
-            scalar_betas=self.scalar_betas,
-            scalar_eps=self.scalar_eps,
-            flatten=self.flatten,
-            adamw_patterns=self.adamw_param_patterns,
-            overrides=[Override(entry.pattern, entry.lr_mult, entry.wd_mult) for entry in self.param_group_overrides],
-        )
-
-    def optimizer_options(self) -> dict[str, Any]:
-        """Return the keyword arguments of the optimizer class, groups and mesh excepted."""
-        return {
-            entry.name: getattr(self, entry.name)
-            for entry in dataclasses.fields(self)
-            if entry.name not in _GROUPING_FIELDS
-        }
-
-    def optimizer_class(self) -> type[torch.optim.Optimizer]:
-        """Return the optimizer class that `build` constructs."""
-        from dmuown.engine import optimizers
-
-        found: type[torch.optim.Optimizer] = getattr(optimizers, self.optimizer_name)
-        return found
-
-    def build(
-        self, model: torch.nn.Module, *, device_mesh: DeviceMesh | None = None, is_peft: bool = False
-    ) -> list[torch.optim.Optimizer]:
-        """Build one optimizer per part of `model` (`model.parts`, or the model itself).
-
-        Args:
-            model: The model after sharding; its parameters may be DTensors.
-            device_mesh: The host's mesh. Type-checked by the optimizer, whose collectives follow
-                each parameter's own mesh.
-            is_peft: Whether adapters are trained; nothing here depends on it.
-        """
-        parts: Sequence[torch.nn.Module] = getattr(model, "parts", [model])
-        optimizer_class, shared = self.optimizer_class(), self.optimizer_options()
-        built: list[torch.optim.Optimizer] = []
-        for groups in build_param_groups(parts, self.grouping_rules()):
-            logger.info(
-                "%s: %d matrices by %s, in %d groups of parameters",
-                self.optimizer_name,
-                count_matrices(groups),
-                self.algorithm,
-                len(groups),
-            )
-            built.append(optimizer_class(groups, distributed_mesh=device_mesh, **shared))  # type: ignore[call-arg]
-        return built
-
-    def build_from_param_groups(
-        self, param_groups: list[dict[str, Any]], *, device_mesh: DeviceMesh | None = None
-    ) -> torch.optim.Optimizer:
-        """Build one optimizer from the caller's own groups, which say `algorithm` where it is not this one."""
-        return self.optimizer_class()(param_groups, distributed_mesh=device_mesh, **self.optimizer_options())  # type: ignore[call-arg]
 
 
 @dataclass
-class MuownConfig(MatrixOptimizerConfig):
-    """`dmuown.Muown`: Muon on directions, Adam on magnitudes.
+class NorMuownConfig(NorMuownOptions, OptimizerConfig):
+    """`dmuown.NorMuown` in the host; see `NorMuownOptions`."""
 
-    Options and defaults are those of AutoModel's later MuownConfig, and those of the base class.
-
-    Attributes:
-        muon_update_scale: Factor on direction updates only, >= 0. Read from here, also on resume.
-    """
-
-    algorithm: ClassVar[str] = "muown"
-    optimizer_name: ClassVar[str] = "Muown"
-
-    muon_update_scale: float = 1.0
-
-    def check_own(self) -> None:
-        """Check and convert the options that this class adds."""
-        self.muon_update_scale = options.not_negative("muon_update_scale", self.muon_update_scale)
+    supports_megatron_fsdp_sharding: ClassVar[bool] = False
 
 
 @dataclass
-class NorMuownConfig(MuownConfig):
-    """`dmuown.NorMuown`: Muown whose orthogonalized direction is normalized neuron by neuron.
+class MuonConfig(MuonOptions, OptimizerConfig):
+    """`dmuown.Muon` in the host; see `MuonOptions`."""
 
-    Attributes:
-        muon_beta2: Decay of the neurons' second moments, in [0, 1).
-        normalization_epsilon: Stabilizer of the normalization, > 0.
-        shape_scaling_type: "muon" or "normuon": how the rate follows a matrix's shape.
-    """
-
-    algorithm: ClassVar[str] = "normuown"
-    optimizer_name: ClassVar[str] = "NorMuown"
-
-    muon_beta2: float = 0.95
-    normalization_epsilon: float = 1e-10
-    shape_scaling_type: str = "muon"
-
-    def check_own(self) -> None:
-        """Check and convert the options that this class adds."""
-        super().check_own()
-        self.muon_beta2 = options.coefficient("muon_beta2", self.muon_beta2)
-        self.normalization_epsilon = options.positive("normalization_epsilon", self.normalization_epsilon)
-        self.shape_scaling_type = options.choice("shape_scaling_type", self.shape_scaling_type, ("muon", "normuon"))
+    supports_megatron_fsdp_sharding: ClassVar[bool] = False
 
 
 @dataclass
-class MuonConfig(MatrixOptimizerConfig):
-    """`dmuown.Muon`, with the options and defaults of the host's own MuonConfig and Dion's Muon.
+class NorMuonConfig(NorMuonOptions, OptimizerConfig):
+    """`dmuown.NorMuon` in the host; see `NorMuonOptions`."""
 
-    Attributes:
-        adjust_lr: "spectral_norm", "rms_norm", "keller" or None: how the rate follows a matrix's shape.
-        cautious_wd: Decay only where update and weight agree in sign.
-        use_polar_express: Polar Express coefficients instead of Newton-Schulz's.
-        use_gram_newton_schulz: Iterate on the Gram matrix.
-        ns_epsilon: None is `epsilon`, as in Dion.
-    """
-
-    algorithm: ClassVar[str] = "muon"
-    optimizer_name: ClassVar[str] = "Muon"
-
-    lr: float = 5e-4
-    nesterov: bool = False
-    ns_epsilon: float | None = None
-    adjust_lr: str | None = "spectral_norm"
-    cautious_wd: bool = False
-    use_polar_express: bool = True
-    use_gram_newton_schulz: bool = False
-
-    def check_own(self) -> None:
-        """Check and convert the options that this class adds."""
-        self.adjust_lr = options.choice("adjust_lr", self.adjust_lr, ("spectral_norm", "rms_norm", "keller", None))
-        for key in ("cautious_wd", "use_polar_express", "use_gram_newton_schulz"):
-            setattr(self, key, options.switch(key, getattr(self, key)))
+    supports_megatron_fsdp_sharding: ClassVar[bool] = False
 
 
 @dataclass
-class NorMuonConfig(MuonConfig):
-    """`dmuown.NorMuon`: Muon whose update is normalized neuron by neuron.
+class AngularMuownConfig(AngularMuownOptions, OptimizerConfig):
+    """`dmuown.AngularMuown` in the host; see `AngularMuownOptions`."""
 
-    Attributes:
-        muon_beta2: Decay of the neurons' second moments, in [0, 1).
-    """
-
-    algorithm: ClassVar[str] = "normuon"
-    optimizer_name: ClassVar[str] = "NorMuon"
-
-    muon_beta2: float = 0.95
-
-    def check_own(self) -> None:
-        """Check and convert the options that this class adds."""
-        super().check_own()
-        self.muon_beta2 = options.coefficient("muon_beta2", self.muon_beta2)
-
-
-@dataclass
-class AngularMuownConfig(MatrixOptimizerConfig):
-    """`dmuown.AngularMuown`: row directions on the unit sphere, row magnitudes by Adam.
-
-    `weight_decay` reaches elementwise groups only: on the sphere a matrix has none.
-
-    Attributes:
-        adjust_lr_fn: None or "original", or "match_rms_adamw".
-        warmup_steps, decay_scale, decay_degree: The algorithm's own decay of the angular rate. Under a
-            scheduler that decays, such as the host's cosine, set `decay_degree: 0`.
-    """
-
-    algorithm: ClassVar[str] = "angular_muown"
-    optimizer_name: ClassVar[str] = "AngularMuown"
-    matrix_decay: ClassVar[bool] = False
-
-    lr: float = 1e-2
-    adjust_lr_fn: str | None = None
-    warmup_steps: int = 0
-    decay_scale: float = 0.001
-    decay_degree: float = 1.0
-
-    def check_own(self) -> None:
-        """Check and convert the options that this class adds."""
-        self.decay_scale = options.not_negative("decay_scale", self.decay_scale)
-        self.decay_degree = options.not_negative("decay_degree", self.decay_degree)
-
-    def optimizer_options(self) -> dict[str, Any]:
-        """Return the keyword arguments of the optimizer class; decay is in the groups."""
-        return super().optimizer_options() | {"weight_decay": 0.0}
+    supports_megatron_fsdp_sharding: ClassVar[bool] = False
 
 
 SHORT_NAMES: dict[str, type[MatrixOptimizerConfig]] = {
@@ -356,3 +76,6 @@ def register_short_names() -> None:
     """Add `SHORT_NAMES` to the host's registry; a name that is taken stays as it is."""
     for name, config in SHORT_NAMES.items():
         OPTIMIZER_CONFIG_REGISTRY.setdefault(name, config)
+
+
+register_short_names()

@@ -12,12 +12,16 @@ import logging
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from dmuown.errors import ParameterError
+from dmuown.policy.resolve import resolve_routes
 from dmuown.policy.roles import ParameterRole, Role, describe_parameters
+
+if TYPE_CHECKING:
+    from dmuown.policy.schema import ParamPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +57,7 @@ class GroupingRules:
         adamw_patterns: Names matching one of these regular expressions (`re.search`) go to AdamW
             at `scalar_lr`, whatever their role.
         overrides: The first whose pattern matches a name scales its rate and decay.
+        policy: Routes that stand in for roles: `muon` goes to `algorithm`, the others to `scalar_algorithm`.
     """
 
     algorithm: str
@@ -68,6 +73,7 @@ class GroupingRules:
     flatten: bool
     adamw_patterns: Sequence[str]
     overrides: Sequence[Override]
+    policy: ParamPolicy | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,7 @@ def build_param_groups(parts: Iterable[nn.Module], rules: GroupingRules) -> list
         ParameterError: A part has no trainable parameter.
     """
     used = _Used()
-    built = [_groups_of(part, rules, used) for part in parts]
+    built = [group_parameters(describe_parameters(part), rules, owner=type(part).__name__, used=used) for part in parts]
     for key, patterns, seen in (
         ("adamw_param_patterns", rules.adamw_patterns, used.adamw),
         ("param_group_overrides", [entry.pattern for entry in rules.overrides], used.overrides),
@@ -126,19 +132,35 @@ def count_matrices(groups: Iterable[dict[str, Any]]) -> int:
     return total
 
 
-def _groups_of(part: nn.Module, rules: GroupingRules, used: _Used) -> list[dict[str, Any]]:
-    roles = describe_parameters(part)
+def group_parameters(
+    roles: Sequence[ParameterRole], rules: GroupingRules, *, owner: str = "the model", used: _Used | None = None
+) -> list[dict[str, Any]]:
+    """Return the parameter groups of described parameters; see `build_param_groups`.
+
+    Raises:
+        ParameterError: There is none, or the policy leaves a vector on `muon`.
+    """
+    used = used or _Used()
     if not roles:
-        raise ParameterError(
-            type(part).__name__, "has no trainable parameter", "Unfreeze some: see freeze_config in the YAML"
+        raise ParameterError(owner, "has no trainable parameter", "Unfreeze some: see freeze_config in the YAML")
+    routes: dict[str, str] = {}
+    if rules.policy is not None:
+        resolution = resolve_routes(
+            {entry.name: entry.parameter for entry in roles},
+            policy=rules.policy,
+            roles={entry.name: entry.role.value for entry in roles},
         )
+        routes = {name: found.route for name, found in resolution.routes.items()}
+        for warning in resolution.warnings:
+            logger.warning("param_policy: %s", warning)
     collected: dict[_Settings, list[tuple[str, nn.Parameter]]] = {}
     for entry in roles:
-        collected.setdefault(_settings(entry, rules, used), []).append((entry.name, entry.parameter))
+        settings = _settings(entry, rules, used, routes.get(entry.name))
+        collected.setdefault(settings, []).append((entry.name, entry.parameter))
     if not any(settings.matrix for settings in collected):
         logger.warning(
             "%s has no trainable matrix: %s steps all of it and %s nothing",
-            type(part).__name__,
+            owner,
             rules.scalar_algorithm,
             rules.algorithm,
         )
@@ -160,7 +182,7 @@ def _position(settings: _Settings, rules: GroupingRules) -> tuple[bool, bool, in
     )
 
 
-def _settings(entry: ParameterRole, rules: GroupingRules, used: _Used) -> _Settings:
+def _settings(entry: ParameterRole, rules: GroupingRules, used: _Used, route: str | None = None) -> _Settings:
     scalar_lr = rules.lr if rules.scalar_lr is None else rules.scalar_lr
     by_pattern = [pattern for pattern in rules.adamw_patterns if re.search(pattern, entry.name)]
     used.adamw.update(by_pattern)
@@ -168,9 +190,12 @@ def _settings(entry: ParameterRole, rules: GroupingRules, used: _Used) -> _Setti
     decay, order, lr, algorithm = 1.0, 1, scalar_lr, rules.scalar_algorithm
     if entry.role in (Role.EMBEDDING, Role.HEAD):
         decay = 0.0
+    orthogonalize = entry.role in (Role.MATRIX, Role.EXPERT) or (entry.role is Role.CONV and rules.flatten)
+    if route is not None:
+        orthogonalize = route == "muon"
     if by_pattern:
         algorithm = "adamw"
-    elif entry.role in (Role.MATRIX, Role.EXPERT) or (entry.role is Role.CONV and rules.flatten):
+    elif orthogonalize:
         matrix, order, lr, algorithm = True, 0, rules.lr, rules.algorithm
         flatten, decay = entry.role is Role.CONV, float(rules.matrix_decay)
     elif entry.role is Role.EMBEDDING:

@@ -72,6 +72,15 @@ def count(key: str, value: Any) -> int:
     return value
 
 
+def count_or_zero(key: str, value: Any) -> int:
+    """Return a whole number >= 0. Fractions and booleans are refused."""
+    if isinstance(value, str) and value.strip().lstrip("+-").isdigit():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise OptionError(key, f"must be a whole number >= 0, got {value!r}", f"Give {key} such a value")
+    return value
+
+
 def switch(key: str, value: Any) -> bool:
     """Return a boolean; numbers and words are refused."""
     if not isinstance(value, bool):

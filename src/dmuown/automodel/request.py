@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from dmuown.automodel.configs import MatrixOptimizerConfig
+from dmuown.automodel.optimizer_options import MatrixOptions
 from dmuown.errors import CheckpointError, OptionError
 
 _OWN = "dmuown."
@@ -128,7 +128,7 @@ def check_optimizer(section: Any) -> None:
     config_class(**{key: value for key, value in section.items() if key != "_target_"})
 
 
-def own_config(target: str) -> type[MatrixOptimizerConfig] | None:
+def own_config(target: str) -> type[MatrixOptions] | None:
     """Return the configuration class of this package that a `_target_` names, or None."""
     import dmuown.automodel
 
@@ -136,7 +136,7 @@ def own_config(target: str) -> type[MatrixOptimizerConfig] | None:
     if package not in ("dmuown.automodel", "dmuown.automodel.configs"):
         return None
     found = getattr(dmuown.automodel, name, None)
-    return found if isinstance(found, type) and issubclass(found, MatrixOptimizerConfig) else None
+    return found if isinstance(found, type) and issubclass(found, MatrixOptions) else None
 
 
 def check_paths(request: Request) -> None:
