@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from dmuown.algorithms import BufferSpec as BufferSpec
     from dmuown.algorithms import MuonAlgorithm as MuonAlgorithm
     from dmuown.algorithms import register_muon_algorithm as register_muon_algorithm
+    from dmuown.checkpoint import convert_optimizer_state as convert_optimizer_state
+    from dmuown.checkpoint import get_model_state_dict as get_model_state_dict
+    from dmuown.checkpoint import get_optimizer_state_dict as get_optimizer_state_dict
+    from dmuown.checkpoint import load_checkpoint as load_checkpoint
+    from dmuown.checkpoint import read_checkpoint as read_checkpoint
+    from dmuown.checkpoint import save_checkpoint as save_checkpoint
+    from dmuown.checkpoint import set_model_state_dict as set_model_state_dict
+    from dmuown.checkpoint import set_optimizer_state_dict as set_optimizer_state_dict
     from dmuown.engine.info import engine_info as engine_info
     from dmuown.engine.optimizers import AngularMuown as AngularMuown
     from dmuown.engine.optimizers import Muon as Muon
@@ -35,6 +43,14 @@ _PUBLIC: dict[str, str] = {
     "MuonAlgorithm": "dmuown.algorithms",
     "register_muon_algorithm": "dmuown.algorithms",
     "engine_info": "dmuown.engine.info",
+    "convert_optimizer_state": "dmuown.checkpoint",
+    "get_model_state_dict": "dmuown.checkpoint",
+    "get_optimizer_state_dict": "dmuown.checkpoint",
+    "load_checkpoint": "dmuown.checkpoint",
+    "read_checkpoint": "dmuown.checkpoint",
+    "save_checkpoint": "dmuown.checkpoint",
+    "set_model_state_dict": "dmuown.checkpoint",
+    "set_optimizer_state_dict": "dmuown.checkpoint",
     "ParamPolicy": "dmuown.policy",
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,17 +32,28 @@ KEPT_KEYS = frozenset({"params", "param_names", "algorithm", "state_version", *R
 _STORAGE_OPTIONS = ("matrix_transposed", "flatten")
 
 
-def load(optimizer: MuonEngine, records: Sequence[ParamRecord], state_dict: dict[str, Any]) -> bool:
-    """Check a state dict against the optimizer, then copy it in.
+@dataclass(frozen=True)
+class CheckedState:
+    """What a state dict was found to hold for an optimizer.
+
+    Attributes:
+        buffers: Per parameter, its saved buffers; none for a frozen parameter that torch left out.
+        options: Per group, the options to set.
+        replan: Whether options change that the plan depends on.
+    """
+
+    buffers: list[tuple[ParamRecord, Mapping[str, Any]]]
+    options: list[dict[str, Any]]
+    replan: bool
+
+
+def check(optimizer: MuonEngine, state_dict: dict[str, Any]) -> CheckedState:
+    """Check a state dict against an optimizer; nothing is changed, and tensors may be on the meta device.
 
     Args:
-        optimizer: The optimizer; its groups and buffers are changed in place.
-        records: Its parameters, in the order of its groups.
+        optimizer: The optimizer.
         state_dict: What `state_dict()` returned, here or elsewhere; parameters are matched by name
             where both sides have names, else by position.
-
-    Returns:
-        Whether options changed that the plan depends on.
 
     Raises:
         CheckpointError: See `MuonEngine.load_state_dict`.
@@ -50,23 +62,32 @@ def load(optimizer: MuonEngine, records: Sequence[ParamRecord], state_dict: dict
     state_dict = match_by_name(optimizer.param_groups, state_dict)
     saved_groups, saved_state = state_dict["param_groups"], state_dict["state"]
     _check_groups(optimizer.param_groups, saved_groups)
-    ids = _ids(state_dict)
-    pairs = [(record, saved_state.get(saved_id, {})) for record, saved_id in zip(records, ids, strict=True)]
-    for record, saved in pairs:
+    record_of = {record.param: record for record in optimizer.records}
+    # Parameters without a record are dedicated ones of other ranks: their owners load them.
+    buffers = [
+        (record_of[param], saved_state.get(saved_id, {}))
+        for group, saved in zip(optimizer.param_groups, saved_groups, strict=True)
+        for param, saved_id in zip(group["params"], saved["params"], strict=True)
+        if param in record_of
+    ]
+    for record, saved in buffers:
         _check_buffers(record, saved)
-    merged = [
+    options = [
         _merged_group(group, saved, f"param group {index}")
         for index, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True))
     ]
-    replan = _plan_changes(optimizer.param_groups, merged)
-    for record, saved in pairs:
+    return CheckedState(buffers, options, _plan_changes(optimizer.param_groups, options))
+
+
+def apply(optimizer: MuonEngine, checked: CheckedState) -> None:
+    """Copy a checked state dict into an optimizer's buffers and groups, in place."""
+    for record, saved in checked.buffers:
         if saved:
-            for key in record.algorithm.state_spec:
+            for key in record.state_spec:
                 copy_into(optimizer.state[record.param][key], saved[key])
-    for group, values in zip(optimizer.param_groups, merged, strict=True):
-        for key, value in values.items():
+    for group, options in zip(optimizer.param_groups, checked.options, strict=True):
+        for key, value in options.items():
             _set_option(group, key, value)
-    return replan
 
 
 def _checked_form(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -125,7 +146,7 @@ def expected_shape(record: ParamRecord, spec: BufferSpec) -> tuple[int, ...]:
 
 
 def _check_buffers(record: ParamRecord, saved: Mapping[str, Any]) -> None:
-    declared = record.algorithm.state_spec
+    declared = record.state_spec
     if not saved and declared and not record.param.requires_grad:
         # torch's set_optimizer_state_dict leaves out the state of frozen parameters.
         logger.info("%s is frozen and has no state in the state dict: its state stays as it is", record.name)

@@ -154,6 +154,11 @@ class MuonEngine(_MuonBase):
     def _check_unused(self, records: Iterable[ParamRecord]) -> None:
         seen = dict(self._record_of)
         for record in records:
+    @property
+    def records(self) -> list[ParamRecord]:
+        """The parameters in the order of the groups: name, algorithm, layout."""
+        return list(self._records)
+
             if record.param in seen:
                 other = seen[record.param]
                 raise ParameterError(
@@ -332,7 +337,9 @@ class MuonEngine(_MuonBase):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
-        if loading.load(self, self._records, state_dict):
+        checked = loading.check(self, state_dict)
+        loading.apply(self, checked)
+        if checked.replan:
             self._rebuild_records()
             self._make_plan()
         self._rows_unverified = True
