@@ -1,14 +1,15 @@
 """Products of batched 16-bit matrices on Hopper: a persistent, warp-specialised Gluon kernel.
 
-One producer warp keeps a ring of shared-memory stages full through the bulk copy engine (TMA); two
-warpgroups multiply with `wgmma` and write the finished tile back through the copy engine while the
-producer already loads the next tile. A symmetric result computes the tiles on and below the
-diagonal and stores each twice: as it is, and transposed on the other side.
-
     out[b] = alpha * A[b] @ B[b] + beta * C[b]
 
-`A` [M, K] and `B` [K, N] may each be stored with either axis contiguous; the copy engine needs
-16-byte aligned bases and strides, and zero-fills what lies beyond the edges.
+One producer warp keeps a ring of shared-memory stages full through the bulk copy engine (TMA); one or two
+warpgroups multiply with `wgmma` and hand the finished tile back to the copy engine, while the producer already
+loads the next tile. A symmetric result computes the tiles that reach the lower triangle and stores what lies
+below the diagonal twice: as it is, and transposed on the other side.
+
+`A` [M, K] and `B` [K, N] may each be stored with either axis contiguous. The copy engine needs 16-byte aligned
+bases and strides, reads zeros beyond the edges and writes nothing there, so any size works. Batches are a
+third axis of its descriptors: no load of one matrix ever touches another.
 """
 
 from __future__ import annotations
@@ -28,27 +29,45 @@ thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barr
 
 
 @gluon.jit
-def _tile_of(tile, tiles_m, tiles_n, tiles_per_matrix, SYMMETRIC: gl.constexpr, RATIO: gl.constexpr, GROUP: gl.constexpr):
-    """(matrix, row tile, column tile) of a linear tile number; symmetric: only tiles that reach the lower triangle.
+def _tile_of(
+    tile, batches, tiles_m, tiles_n, tiles_per_matrix, SYMMETRIC: gl.constexpr, RATIO: gl.constexpr, GROUP: gl.constexpr
+):
+    """(matrix, row tile, column tile) of a linear tile number.
 
-    With RATIO = BLOCK_N / BLOCK_M row tiles to a column tile, rows come in groups of RATIO that all have the
-    same number p + 1 of column tiles, so group p starts at RATIO * p * (p + 1) / 2.
+    Symmetric, RATIO = 1: row by row of the lower triangle. RATIO = 2 (column tiles two row tiles wide): first the
+    tiles below the diagonal of all matrices, then those on it that count half, which evens out the last round.
     """
-    batch = tile // tiles_per_matrix
-    t = tile % tiles_per_matrix
     if SYMMETRIC:
-        p = ((gl.sqrt((8 * t).to(gl.float32) / RATIO + 1.0) - 1.0) * 0.5).to(gl.int32)
-        p = gl.where(RATIO * p * (p + 1) // 2 > t, p - 1, p)
-        p = gl.where(RATIO * (p + 1) * (p + 2) // 2 <= t, p + 1, p)
-        rest = t - RATIO * p * (p + 1) // 2
-        # The last group may have fewer rows than RATIO: rows vary fastest within what it has.
-        rows = gl.minimum(RATIO, tiles_m - RATIO * p)
-        row = RATIO * p + rest % rows
-        column = rest // rows
+        if RATIO == 1:
+            batch = tile // tiles_per_matrix
+            t = tile % tiles_per_matrix
+            row = ((gl.sqrt((8 * t + 1).to(gl.float32)) - 1.0) * 0.5).to(gl.int32)
+            row = gl.where(row * (row + 1) // 2 > t, row - 1, row)
+            row = gl.where((row + 1) * (row + 2) // 2 <= t, row + 1, row)
+            column = t - row * (row + 1) // 2
+        else:
+            halves = (tiles_m + 1) // 2
+            wholes = tiles_per_matrix - halves
+            if tile < batches * wholes:
+                # Rows 2p and 2p + 1 have p and p + 1 whole tiles: p * p before row 2p.
+                batch = tile // wholes
+                t = tile % wholes
+                p = gl.sqrt(t.to(gl.float32)).to(gl.int32)
+                p = gl.where(p * p > t, p - 1, p)
+                p = gl.where((p + 1) * (p + 1) <= t, p + 1, p)
+                rest = t - p * p
+                row = gl.where(rest < p, 2 * p, 2 * p + 1)
+                column = gl.where(rest < p, rest, rest - p)
+            else:
+                t = tile - batches * wholes
+                batch = t // halves
+                column = t % halves
+                row = 2 * column
     else:
+        batch = tile // tiles_per_matrix
+        t = tile % tiles_per_matrix
         per_group = GROUP * tiles_n
-        group = t // per_group
-        first = group * GROUP
+        first = t // per_group * GROUP
         rows = gl.minimum(tiles_m - first, GROUP)
         row = first + (t % per_group) % rows
         column = (t % per_group) // rows
@@ -57,16 +76,18 @@ def _tile_of(tile, tiles_m, tiles_n, tiles_per_matrix, SYMMETRIC: gl.constexpr, 
 
 @gluon.jit
 def _produce(
-    a_desc, b_desc, c_desc, a_bufs, b_bufs, full, empty, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles,
+    a_desc, b_desc, c_desc, a_bufs, b_bufs, c_first, c_second, full, empty, c_full, c_free,
+    batches, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles,
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, HAS_C: gl.constexpr, SYMMETRIC: gl.constexpr,
     RATIO: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, C_LAYOUT: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
-    """Producer warp: fill the ring, tile after tile, never waiting for an epilogue."""
+    """Producer warp: fill the ring tile after tile, and the epilogue buffers with C once they are free."""
     HALF: gl.constexpr = BLOCK_N // 2
     slot = 0
+    count = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        batch, row, column = _tile_of(tile, tiles_m, tiles_n, tiles_per_matrix, SYMMETRIC, RATIO, GROUP)
+        batch, row, column = _tile_of(tile, batches, tiles_m, tiles_n, tiles_per_matrix, SYMMETRIC, RATIO, GROUP)
         m0 = row * BLOCK_M
         n0 = column * BLOCK_N
         for k in range(k_tiles):
@@ -84,180 +105,197 @@ def _produce(
                 tma.async_copy_global_to_shared(b_desc, [batch, k * BLOCK_K, n0], bar, b_bufs.index(index))
             slot += 1
         if HAS_C:
-            # The halves of the C tile travel through the ring as further stages, in the B buffers.
-            for half in gl.static_range(2):
-                if not SYMMETRIC or n0 + half * HALF < m0 + BLOCK_M:
-                    index = slot % STAGES
-                    mbarrier.wait(empty.index(index), (slot // STAGES & 1) ^ 1)
-                    bar = full.index(index)
-                    mbarrier.expect(bar, 2 * BLOCK_M * HALF)
-                    c_buf = b_bufs.index(index)._reinterpret(c_desc.dtype, [1, BLOCK_M, HALF], C_LAYOUT)
-                    tma.async_copy_global_to_shared(c_desc, [batch, m0, n0 + half * HALF], bar, c_buf)
-                    slot += 1
+            # Long free by now: the consumer frees them early in this tile's loop.
+            mbarrier.wait(c_free, (count & 1) ^ 1)
+            if SYMMETRIC and n0 + HALF >= m0 + BLOCK_M:
+                mbarrier.expect(c_full, 2 * BLOCK_M * HALF)
+                tma.async_copy_global_to_shared(c_desc, [batch, m0, n0], c_full, c_first)
+            else:
+                mbarrier.expect(c_full, 4 * BLOCK_M * HALF)
+                tma.async_copy_global_to_shared(c_desc, [batch, m0, n0], c_full, c_first)
+                tma.async_copy_global_to_shared(c_desc, [batch, m0, n0 + HALF], c_full, c_second)
+            count += 1
+
+
+@gluon.jit
+def _issue(
+    acc, a_bufs, b_bufs, full, slot, use_acc, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+):
+    """Wait for a stage and start its product; return once the product before it is done."""
+    index = slot % STAGES
+    mbarrier.wait(full.index(index), slot // STAGES & 1)
+    if A_K_MAJOR:
+        a = a_bufs.index(index).reshape([BLOCK_M, BLOCK_K])
+    else:
+        a = a_bufs.index(index).reshape([BLOCK_K, BLOCK_M]).permute((1, 0))
+    if B_K_MAJOR:
+        b = b_bufs.index(index).reshape([BLOCK_N, BLOCK_K]).slice(0, WIDTH, 0).permute((1, 0))
+    else:
+        b = b_bufs.index(index).reshape([BLOCK_K, BLOCK_N]).slice(0, WIDTH, 1)
+    acc = warpgroup_mma(a, b, acc, is_async=True, use_acc=use_acc)
+    return warpgroup_mma_wait(1, (acc,))
 
 
 @gluon.jit
 def _multiply(
-    a_bufs, b_bufs, full, empty, slot, k_tiles, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
-    num_warps: gl.constexpr,
+    a_bufs, b_bufs, full, empty, c_free, slot, k_tiles, later, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
+    HAS_C: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, WIDTH: gl.constexpr,
+    STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):
     """The first WIDTH columns of one tile of A @ B in fp32, releasing each stage once its product has left it."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, WIDTH, 16])
-    acc = gl.zeros((BLOCK_M, WIDTH), dtype=gl.float32, layout=layout)
-    for k in range(k_tiles):
-        index = slot % STAGES
-        mbarrier.wait(full.index(index), slot // STAGES & 1)
-        if A_K_MAJOR:
-            a = a_bufs.index(index).reshape([BLOCK_M, BLOCK_K])
-        else:
-            a = a_bufs.index(index).reshape([BLOCK_K, BLOCK_M]).permute((1, 0))
-        if B_K_MAJOR:
-            b = b_bufs.index(index).reshape([BLOCK_N, BLOCK_K]).slice(0, WIDTH, 0).permute((1, 0))
-        else:
-            b = b_bufs.index(index).reshape([BLOCK_K, BLOCK_N]).slice(0, WIDTH, 1)
-        acc = warpgroup_mma(a, b, acc, is_async=True, use_acc=k > 0)
-        acc = warpgroup_mma_wait(1, (acc,))
-        mbarrier.arrive(empty.index((slot + STAGES - 1) % STAGES), count=1, pred=k > 0)
-        slot += 1
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
+    acc = gl.zeros((BLOCK_M, WIDTH), dtype=gl.float32, layout=LAYOUT)
+    if HAS_C:
+        # The stores of the tile before have had two products' time to leave the epilogue buffers.
+        lead = gl.minimum(k_tiles, 2)
+        for k in range(lead):
+            acc = _issue(
+                acc, a_bufs, b_bufs, full, slot, k > 0, A_K_MAJOR, B_K_MAJOR, BLOCK_M, BLOCK_N, BLOCK_K, WIDTH, STAGES
+            )
+            mbarrier.arrive(empty.index((slot + STAGES - 1) % STAGES), count=1, pred=k > 0)
+            slot += 1
+        tma.store_wait(0)
+        thread_barrier()
+        mbarrier.arrive(c_free, count=1, pred=later)
+        for k in range(lead, k_tiles):
+            acc = _issue(
+                acc, a_bufs, b_bufs, full, slot, True, A_K_MAJOR, B_K_MAJOR, BLOCK_M, BLOCK_N, BLOCK_K, WIDTH, STAGES
+            )
+            mbarrier.arrive(empty.index((slot + STAGES - 1) % STAGES), count=1)
+            slot += 1
+    else:
+        for k in range(k_tiles):
+            acc = _issue(
+                acc, a_bufs, b_bufs, full, slot, k > 0, A_K_MAJOR, B_K_MAJOR, BLOCK_M, BLOCK_N, BLOCK_K, WIDTH, STAGES
+            )
+            mbarrier.arrive(empty.index((slot + STAGES - 1) % STAGES), count=1, pred=k > 0)
+            slot += 1
     acc = warpgroup_mma_wait(0, (acc,))
     mbarrier.arrive(empty.index((slot + STAGES - 1) % STAGES), count=1)
     return acc
 
 
 @gluon.jit
-def _finish(
-    value, out_desc, mirror_desc, b_bufs, out_buf, mirror_buf, full, empty, slot, alpha, beta, batch, m0, n0, n,
-    HAS_C: gl.constexpr, SYMMETRIC: gl.constexpr, STAGES: gl.constexpr, DOUBLE: gl.constexpr, C_LAYOUT: gl.constexpr,
-):
-    """Scale, add C, and write one half tile: as it is and, below the diagonal, transposed on the other side."""
+def _store(value, out_desc, mirror_desc, out_buf, mirror_buf, batch, m0, n0, n, SYMMETRIC: gl.constexpr):
+    """Write one half tile: as it is and, where it lies below the diagonal, transposed on the other side."""
     SHAPE_M: gl.constexpr = value.shape[0]
     SHAPE_N: gl.constexpr = value.shape[1]
-    dtype: gl.constexpr = out_desc.dtype
-    value = value * alpha
-    if HAS_C:
-        index = slot % STAGES
-        mbarrier.wait(full.index(index), slot // STAGES & 1)
-        c_buf = b_bufs.index(index)._reinterpret(dtype, [1, SHAPE_M, SHAPE_N], C_LAYOUT)
-        c = c_buf.reshape([SHAPE_M, SHAPE_N]).load(value.type.layout)
-        fence_async_shared()
-        mbarrier.arrive(empty.index(index), count=1)
-        value += beta * c.to(gl.float32)
-    result = value.to(dtype)
     if n0 < n:
-        # With two buffers the older of two stores is done once one is in flight.
-        tma.store_wait(1 if DOUBLE else 0)
+        # Of two buffers in turn, the older store is done once one is in flight.
+        tma.store_wait(1)
         thread_barrier()
-        out_buf.reshape([SHAPE_M, SHAPE_N]).store(result)
+        out_buf.reshape([SHAPE_M, SHAPE_N]).store(value)
         fence_async_shared()
         tma.async_copy_shared_to_global(out_desc, [batch, m0, n0], out_buf)
         if SYMMETRIC:
             if n0 + SHAPE_N <= m0:
-                tma.store_wait(1 if DOUBLE else 0)
+                tma.store_wait(1)
                 thread_barrier()
-                mirror_buf.reshape([SHAPE_N, SHAPE_M]).store(result.permute((1, 0)))
+                mirror_buf.reshape([SHAPE_N, SHAPE_M]).store(value.permute((1, 0)))
                 fence_async_shared()
                 tma.async_copy_shared_to_global(mirror_desc, [batch, n0, m0], mirror_buf)
-            elif DOUBLE:
+            else:
                 tma.store_wait(0)
-    elif DOUBLE:
+    else:
         tma.store_wait(0)
 
 
 @gluon.jit
 def _consume(
-    out_desc, mirror_desc, a_bufs, b_bufs, out_buf, mirror_buf, full, empty, alpha, beta,
-    tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles, n,
+    out_desc, mirror_desc, a_bufs, b_bufs, out_buf, mirror_buf, c_first, c_second, full, empty, c_full, c_free,
+    alpha, beta, batches, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles, n,
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, HAS_C: gl.constexpr, SYMMETRIC: gl.constexpr,
     RATIO: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, DOUBLE: gl.constexpr, C_LAYOUT: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):
-    """Consumer warps: multiply and finish the tiles the producer feeds, in the same order."""
+    """Consumer warps: multiply and finish the tiles that the producer feeds, in the same order."""
     HALF: gl.constexpr = BLOCK_N // 2
+    dtype: gl.constexpr = out_desc.dtype
     slot = 0
+    count = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        batch, row, column = _tile_of(tile, tiles_m, tiles_n, tiles_per_matrix, SYMMETRIC, RATIO, GROUP)
+        batch, row, column = _tile_of(tile, batches, tiles_m, tiles_n, tiles_per_matrix, SYMMETRIC, RATIO, GROUP)
         m0 = row * BLOCK_M
         n0 = column * BLOCK_N
         if SYMMETRIC and RATIO > 1 and n0 + HALF >= m0 + BLOCK_M:
-            # The right half lies above the diagonal: somebody mirrors it.
+            # The right half lies above the diagonal: somebody else mirrors it.
             left = _multiply(
-                a_bufs, b_bufs, full, empty, slot, k_tiles, A_K_MAJOR, B_K_MAJOR,
-                BLOCK_M, BLOCK_N, BLOCK_K, HALF, STAGES, num_warps,
+                a_bufs, b_bufs, full, empty, c_free, slot, k_tiles, count > 0, A_K_MAJOR, B_K_MAJOR,
+                HAS_C, BLOCK_M, BLOCK_N, BLOCK_K, HALF, STAGES, WARPS,
             )
-            slot += k_tiles
-            _finish(
-                left, out_desc, mirror_desc, b_bufs, out_buf, mirror_buf, full, empty, slot, alpha, beta,
-                batch, m0, n0, n, HAS_C, SYMMETRIC, STAGES, DOUBLE, C_LAYOUT,
-            )
+            left = left * alpha
             if HAS_C:
-                slot += 1
+                mbarrier.wait(c_full, count & 1)
+                left += beta * c_first.reshape([BLOCK_M, HALF]).load(left.type.layout).to(gl.float32)
+            _store(left.to(dtype), out_desc, mirror_desc, out_buf, mirror_buf, batch, m0, n0, n, SYMMETRIC)
         else:
             acc = _multiply(
-                a_bufs, b_bufs, full, empty, slot, k_tiles, A_K_MAJOR, B_K_MAJOR,
-                BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_N, STAGES, num_warps,
+                a_bufs, b_bufs, full, empty, c_free, slot, k_tiles, count > 0, A_K_MAJOR, B_K_MAJOR,
+                HAS_C, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_N, STAGES, WARPS,
             )
-            slot += k_tiles
+            acc = acc * alpha
             first, second = acc.reshape([BLOCK_M, 2, HALF]).permute((0, 2, 1)).split()
-            _finish(
-                first, out_desc, mirror_desc, b_bufs, out_buf, mirror_buf, full, empty, slot, alpha, beta,
-                batch, m0, n0, n, HAS_C, SYMMETRIC, STAGES, DOUBLE, C_LAYOUT,
-            )
             if HAS_C:
-                slot += 1
+                # Both halves of C leave the buffers before either is written.
+                mbarrier.wait(c_full, count & 1)
+                first += beta * c_first.reshape([BLOCK_M, HALF]).load(first.type.layout).to(gl.float32)
+                second += beta * c_second.reshape([BLOCK_M, HALF]).load(second.type.layout).to(gl.float32)
             # Without a mirror the two buffers take the halves in turn.
             second_buf = out_buf if SYMMETRIC else mirror_buf
-            _finish(
-                second, out_desc, mirror_desc, b_bufs, second_buf, mirror_buf, full, empty, slot, alpha, beta,
-                batch, m0, n0 + HALF, n, HAS_C, SYMMETRIC, STAGES, DOUBLE, C_LAYOUT,
-            )
-            if HAS_C:
-                slot += 1
+            _store(first.to(dtype), out_desc, mirror_desc, out_buf, mirror_buf, batch, m0, n0, n, SYMMETRIC)
+            _store(second.to(dtype), out_desc, mirror_desc, second_buf, mirror_buf, batch, m0, n0 + HALF, n, SYMMETRIC)
+        slot += k_tiles
+        count += 1
     tma.store_wait(0)
 
 
 # Not specialised: a fresh shape must not mean a fresh compilation.
-@gluon.jit(do_not_specialize=["tiles", "tiles_m", "tiles_n", "tiles_per_matrix", "k_tiles", "n"])
+@gluon.jit(do_not_specialize=["batches", "tiles", "tiles_m", "tiles_n", "tiles_per_matrix", "k_tiles", "n"])
 def product_kernel(
-    a_desc, b_desc, c_desc, out_desc, mirror_desc, alpha, beta, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles, n,
+    a_desc, b_desc, c_desc, out_desc, mirror_desc, alpha, beta,
+    batches, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles, n,
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, HAS_C: gl.constexpr, SYMMETRIC: gl.constexpr,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, DOUBLE: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):
     """out = alpha * A @ B + beta * C per matrix; grid: as many programs as fit on the card at once.
 
     Descriptors of [batch, rows, columns] tensors with boxes [1, BLOCK_M, BLOCK_K] or transposed for A,
     [1, BLOCK_N, BLOCK_K] or transposed for B, [1, BLOCK_M, BLOCK_N / 2] for C and out,
-    [1, BLOCK_N / 2, BLOCK_M] for the mirrored stores.
+    [1, BLOCK_N / 2, BLOCK_M] for the mirrored stores (symmetric only).
     """
     RATIO: gl.constexpr = BLOCK_N // BLOCK_M
     HALF: gl.constexpr = BLOCK_N // 2
     dtype: gl.constexpr = out_desc.dtype
-    C_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3)
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3)
     a_bufs = gl.allocate_shared_memory(dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)
     b_bufs = gl.allocate_shared_memory(dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
-    out_buf = gl.allocate_shared_memory(dtype, [1, BLOCK_M, HALF], C_LAYOUT)
+    out_buf = gl.allocate_shared_memory(dtype, [1, BLOCK_M, HALF], SWIZZLED)
     MIRROR_SHAPE: gl.constexpr = [1, HALF, BLOCK_M] if SYMMETRIC else [1, BLOCK_M, HALF]
-    if DOUBLE:
-        mirror_buf = gl.allocate_shared_memory(dtype, MIRROR_SHAPE, C_LAYOUT)
-    else:
-        mirror_buf = out_buf._reinterpret(dtype, MIRROR_SHAPE, C_LAYOUT)
+    mirror_buf = gl.allocate_shared_memory(dtype, MIRROR_SHAPE, SWIZZLED)
+    # C arrives where the result will leave.
+    c_second = mirror_buf._reinterpret(dtype, [1, BLOCK_M, HALF], SWIZZLED)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    c_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    c_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
+    mbarrier.init(c_full, count=1)
+    mbarrier.init(c_free, count=1)
     gl.warp_specialize(
         [
             (_consume, (
-                out_desc, mirror_desc, a_bufs, b_bufs, out_buf, mirror_buf, full, empty, alpha, beta,
-                tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles, n,
-                A_K_MAJOR, B_K_MAJOR, HAS_C, SYMMETRIC, RATIO, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
-                STAGES, DOUBLE, C_LAYOUT, num_warps,
+                out_desc, mirror_desc, a_bufs, b_bufs, out_buf, mirror_buf, out_buf, c_second, full, empty, c_full, c_free,
+                alpha, beta, batches, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles, n,
+                A_K_MAJOR, B_K_MAJOR, HAS_C, SYMMETRIC, RATIO, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, WARPS,
             )),
             (_produce, (
-                a_desc, b_desc, c_desc, a_bufs, b_bufs, full, empty, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles,
-                A_K_MAJOR, B_K_MAJOR, HAS_C, SYMMETRIC, RATIO, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, C_LAYOUT,
+                a_desc, b_desc, c_desc, a_bufs, b_bufs, out_buf, c_second, full, empty, c_full, c_free,
+                batches, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles,
+                A_K_MAJOR, B_K_MAJOR, HAS_C, SYMMETRIC, RATIO, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
             )),
         ],
         [1],

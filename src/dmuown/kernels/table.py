@@ -21,14 +21,14 @@ class PointerShape(NamedTuple):
 
 
 class CopyShape(NamedTuple):
-    """Tile of the copy-engine kernel (hopper)."""
+    """Tile of the copy-engine kernel (`hopper`); rows are always 128."""
 
     block_n: int
+    block_k: int
     stages: int
     warps: int
-    double: bool  # two epilogue buffers instead of one
     per_sm: int  # programs that share a multiprocessor
-    group: int  # row tiles that stay together for the second-level cache
+    group: int = 8  # row tiles that stay together for the second-level cache (general products)
 
 
 def pointer_shape(m: int, n: int, k: int, element_size: int, symmetric: bool) -> PointerShape:
@@ -43,8 +43,8 @@ def pointer_shape(m: int, n: int, k: int, element_size: int, symmetric: bool) ->
 
 
 def copy_shape(batch: int, m: int, n: int, k: int, symmetric: bool) -> CopyShape:
-    """The tile of the copy-engine kernel; rows are always 128."""
-    return CopyShape(block_n=256, stages=3, warps=8, double=True, per_sm=1, group=8)
+    """The tile of the copy-engine kernel."""
+    return CopyShape(block_n=256, block_k=64, stages=3, warps=8, per_sm=1)
 
 
 def triton_preferred(capability: tuple[int, int], dtype: torch.dtype, shape: tuple[int, int, int]) -> bool:
