@@ -6,11 +6,14 @@ from dmuown.algorithms.base import (
     ElementwiseAlgorithm,
     MuonAlgorithm,
     get_algorithm,
+    is_registered,
     loaded_algorithms,
     register_muon_algorithm,
     registered_algorithms,
+    source_of,
 )
 from dmuown.algorithms.batch import DeclaredState, MatrixBatch, Work
+from dmuown.algorithms.whole import orthogonalize_batch, orthogonalize_single
 from dmuown.state import BufferSpec
 
 __all__ = [
@@ -22,7 +25,11 @@ __all__ = [
     "MuonAlgorithm",
     "Work",
     "get_algorithm",
+    "is_registered",
     "loaded_algorithms",
+    "orthogonalize_batch",
+    "orthogonalize_single",
     "register_muon_algorithm",
     "registered_algorithms",
+    "source_of",
 ]

@@ -17,8 +17,8 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
-from dmuown.algorithms.batch import MatrixBatch, Work
-from dmuown.errors import OptionError
+from dmuown.algorithms.batch import DeclaredState, MatrixBatch, Work
+from dmuown.errors import MissingDependencyError, OptionError, OptionTypeError
 from dmuown.state import BufferSpec
 
 #: Entry-point group in which installed packages name their algorithm classes.
@@ -98,6 +98,47 @@ class MuonAlgorithm(Algorithm):
         raise NotImplementedError(f"{type(self).__name__} declares no apply phase")
         yield
 
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """The whole-tensor form, instead of the phases above: `update(param, grad, state, lr_ratio, *, ...)`.
+
+        An algorithm that defines it is called once per parameter and step, under `torch.no_grad`:
+
+        Args:
+            param: `[..., m, n]`, output rows first, updated in place; a DTensor where the parameter is one.
+                Fused convolutions arrive as `[m, n]` with `flatten`, transposed storage as a view.
+            grad: Of param's shape, dtype and placements; the algorithm's to overwrite.
+            state: Declared buffers by name, updated in place: `"grad"` ones like param, `"grad_rows"` ones `[..., m, 1]`.
+            lr_ratio: 0-d fp32 tensor, sqrt(max(1, m / n)).
+            lr, weight_decay, cautious_wd, momentum, nesterov, ns_steps, orthogonalization_strategy, split_sizes:
+                The group's options, by keyword; `maximize` is False always, since the gradient's sign is turned
+                before. The algorithm's own options and all others of the group follow for `**kwargs`.
+
+        Orthogonalize with `dmuown.algorithms.orthogonalize_single`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} declares no whole-tensor update")
+
+    def foreach_update(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        state: Mapping[str, list[Tensor]],
+        lr_ratios: list[Tensor],
+        **options: Any,
+    ) -> None:
+        """Batched whole-tensor form over parameters of one shape, dtype and device; loops `update` by default.
+
+        Called instead of `update` with `foreach=True`, and with `foreach=None` where all of a group's
+        parameters are on CUDA.
+        """
+        for index, (param, grad, ratio) in enumerate(zip(params, grads, lr_ratios, strict=True)):
+            values = {key: buffers[index] for key, buffers in state.items()}
+            self.update(param, grad, DeclaredState(self.name, values), ratio, **options)
+
+    @classmethod
+    def updates_whole_tensors(cls) -> bool:
+        """Whether it is written in the whole-tensor form."""
+        return cls.update is not MuonAlgorithm.update
+
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Check the momentum's form; see `Algorithm.check_options`."""
         if options["momentum_form"] not in ("sum", "ema"):
@@ -128,14 +169,20 @@ class ElementwiseAlgorithm(Algorithm):
 _registry: dict[str, Algorithm] = {}
 A = TypeVar("A", bound=type[Algorithm])
 
+#: Group keys whose meaning an algorithm's options may give another default, and no other meaning.
+_NEVER_OPTIONS = frozenset({"params", "param_names", "algorithm", "algorithm_source", "lr", "step", "split_sizes"})
+
 
 def register_muon_algorithm(algorithm: A) -> A:
     """Register an algorithm class under its `name`; usable as a decorator.
 
     Raises:
-        OptionError: The name is empty or taken by another class, or `state_spec` holds something
-            else than `BufferSpec`.
+        OptionError: The name is empty or taken by another class; `state_spec` holds something else than
+            `BufferSpec`; an option bears a reserved name; no update is defined.
+        OptionTypeError: Not a class derived from `MuonAlgorithm` or `ElementwiseAlgorithm`.
     """
+    if not isinstance(algorithm, type) or not issubclass(algorithm, (MuonAlgorithm, ElementwiseAlgorithm)):
+        raise OptionTypeError("register_muon_algorithm", f"takes a subclass of MuonAlgorithm, got {algorithm!r}")
     name = algorithm.name
     if not isinstance(name, str) or not name:
         raise OptionError(f"{algorithm.__qualname__}.name", "an algorithm needs a non-empty name")
@@ -146,11 +193,30 @@ def register_muon_algorithm(algorithm: A) -> A:
             f"is already registered by {type(known).__module__}.{type(known).__qualname__}",
             f"Give {algorithm.__qualname__} another name",
         )
+    _check_declarations(algorithm)
+    _registry[name] = algorithm()
+    return algorithm
+
+
+def _check_declarations(algorithm: type[Algorithm]) -> None:
+    name = algorithm.name
+    if not isinstance(algorithm.state_spec, Mapping):
+        raise OptionError(f"{name}.state_spec", f"must map names to BufferSpec, got {algorithm.state_spec!r}")
     for buffer, spec in algorithm.state_spec.items():
         if not isinstance(spec, BufferSpec):
             raise OptionError(f"{name}.state_spec[{buffer!r}]", f"must be a BufferSpec, got {type(spec).__name__}")
-    _registry[name] = algorithm()
-    return algorithm
+    for owner in algorithm.__mro__:
+        options = vars(owner).get("options", {})
+        if not isinstance(options, Mapping):
+            raise OptionError(f"{name}.options", f"must map names to defaults, got {options!r}")
+        reserved = sorted(_NEVER_OPTIONS & options.keys())
+        if reserved:
+            raise OptionError(f"{name}.options", f"declares {reserved[0]!r}, which every group has", "Rename it")
+    whole = issubclass(algorithm, MuonAlgorithm) and not algorithm.updates_whole_tensors()
+    if whole and algorithm.apply is MuonAlgorithm.apply:
+        raise OptionError(name, "defines neither `apply` nor a whole-tensor `update`", "Define one of them")
+    if issubclass(algorithm, ElementwiseAlgorithm) and algorithm.update is ElementwiseAlgorithm.update:
+        raise OptionError(name, "defines no `update`")
 
 
 def get_algorithm(name: str) -> Algorithm:
@@ -162,12 +228,36 @@ def get_algorithm(name: str) -> Algorithm:
     if name not in _registry:
         for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
             if entry_point.name == name:
-                register_muon_algorithm(entry_point.load())
+                _register_offered(entry_point)
     if name not in _registry:
         near = difflib.get_close_matches(str(name), registered_algorithms(), n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else "Import the package that registers it before this"
-        raise OptionError("algorithm", f"{name!r} is not one of {', '.join(registered_algorithms())}", hint.rstrip("?"))
+        hint = f"Did you mean {near[0]!r}" if near else "Import the package that registers it before this"
+        raise OptionError("algorithm", f"{name!r} is not one of {', '.join(registered_algorithms())}", hint)
     return _registry[name]
+
+
+def _register_offered(entry_point: importlib.metadata.EntryPoint) -> None:
+    where = f"entry point {entry_point.name!r} of {ENTRY_POINT_GROUP}"
+    try:
+        algorithm = entry_point.load()
+    except Exception as error:
+        raise MissingDependencyError(
+            where, f"{entry_point.value} cannot be imported: {error}", "Fix or uninstall the package that offers it"
+        ) from error
+    register_muon_algorithm(algorithm)
+    if algorithm.name != entry_point.name:
+        raise OptionError(where, f"leads to an algorithm named {algorithm.name!r}", "Name both alike")
+
+
+def source_of(algorithm: Algorithm) -> str | None:
+    """Module to import for an algorithm of another package; None for this package's own."""
+    module = type(algorithm).__module__
+    return None if module.startswith("dmuown.") else module
+
+
+def is_registered(name: str) -> bool:
+    """Whether an algorithm is registered, or offered by an installed package."""
+    return name in registered_algorithms()
 
 
 def loaded_algorithms() -> list[Algorithm]:

@@ -7,8 +7,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam as torch_adam
+from torch.optim.adamw import adamw as torch_adamw
 
 from dmuown.algorithms.base import ElementwiseAlgorithm, register_muon_algorithm
+from dmuown.errors import OptionError
 from dmuown.state.spec import STEP, BufferSpec
 
 
@@ -17,13 +20,25 @@ class AdamW(ElementwiseAlgorithm):
     """AdamW (arXiv 1711.05101) through torch's fused kernel: bit-equal to `torch.optim.AdamW(fused=True)`."""
 
     name: ClassVar[str] = "adamw"
-    options: ClassVar[Mapping[str, Any]] = {"cautious_wd": False, "amsgrad": False, "fused_adam": None}
+    options: ClassVar[Mapping[str, Any]] = {
+        "cautious_wd": False,
+        "amsgrad": False,
+        "fused_adam": None,
+        "foreach_adam": None,
+    }
     state_spec: ClassVar[Mapping[str, BufferSpec]] = {
         "momentum": BufferSpec(like="grad"),
         "variance": BufferSpec(like="grad", signed=False),
         "step": STEP,
     }
     _decoupled: ClassVar[bool] = True
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Refuse AMSGrad, and both kernels at once."""
+        if options["amsgrad"]:
+            raise OptionError("amsgrad", "is not supported", "Use torch.optim.AdamW for these parameters")
+        if options["fused_adam"] and options["foreach_adam"]:
+            raise OptionError("fused_adam", "excludes foreach_adam", "Set only one of them")
 
     def update(
         self,
@@ -32,19 +47,24 @@ class AdamW(ElementwiseAlgorithm):
         state: Mapping[str, list[Tensor]],
         options: Mapping[str, Any],
     ) -> None:
-        """See `ElementwiseAlgorithm.update`; state holds first and second moments and the step."""
-        steps, momenta, variances = state["step"], state["momentum"], state["variance"]
-        torch._foreach_add_(steps, 1)
+        """See `ElementwiseAlgorithm.update`; state holds first and second moments and the step.
+
+        `fused_adam=None` takes the fused kernel, unless `foreach_adam` asks for torch's foreach form (True)
+        or its loop (False).
+        """
         cautious = options["cautious_wd"] and self._decoupled
         before = [param.clone() for param in params] if cautious else []
-        kernel = torch._fused_adamw_ if self._decoupled else torch._fused_adam_
-        kernel(
+        fused = options["foreach_adam"] is None if options["fused_adam"] is None else options["fused_adam"]
+        update = torch_adamw if self._decoupled else torch_adam
+        update(
             params,
             [grad.to(param.dtype) for grad, param in zip(gradients, params, strict=True)],
-            momenta,
-            variances,
+            state["momentum"],
+            state["variance"],
             [],
-            steps,
+            state["step"],
+            foreach=False if fused else options["foreach_adam"],
+            fused=fused,
             amsgrad=False,
             lr=options["lr"],
             beta1=options["beta1"],
@@ -53,7 +73,7 @@ class AdamW(ElementwiseAlgorithm):
             eps=options["epsilon"],
             maximize=False,
         )
-        for param, old, momentum in zip(params, before, momenta, strict=False):
+        for param, old, momentum in zip(params, before, state["momentum"], strict=False):
             # The kernel decayed everywhere: give back what cautious decay (arXiv 2510.12402) leaves alone.
             undecayed = torch.where(momentum * old > 0, 0, old)
             param.add_(undecayed * (options["lr"] * options["weight_decay"]))

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dmuown.algorithms import Algorithm, MuonAlgorithm, get_algorithm, loaded_algorithms
+from dmuown.algorithms import Algorithm, MuonAlgorithm, get_algorithm, loaded_algorithms, source_of
 from dmuown.engine.state_version import STATE_VERSION
 from dmuown.errors import OptionError
 from dmuown.state.spec import PRECISIONS
@@ -86,6 +86,9 @@ RUN_LEVEL_OPTIONS = (
 #: Constructor arguments that groups of any algorithm inherit; the others stay with the optimizer's own algorithm.
 SHARED_OPTIONS = frozenset({*COMMON_OPTIONS, *RUN_LEVEL_OPTIONS, "mu", "cautious_wd", "ns_steps"}) - {"algorithm"}
 
+#: What an optimizer hands on to algorithms in the whole-tensor form, beside the options of every group.
+WHOLE_TENSOR_OPTIONS = frozenset({"mu", "nesterov", "cautious_wd"})
+
 #: Keys that schedulers, hosts and torch itself put into groups, and that mean nothing here.
 FOREIGN_KEYS = frozenset(
     {
@@ -116,6 +119,7 @@ FOREIGN_KEYS = frozenset(
         "matrix_optimizer",
         "decoupled_weight_decay",
         "amsgrad",
+        "algorithm_source",
     }
 )
 
@@ -145,14 +149,21 @@ def complete_group(group: dict[str, Any], where: str, class_defaults: Mapping[st
         name = "adam"
     algorithm = get_algorithm(name)
     group["algorithm"] = name
+    source = source_of(algorithm)
+    if source is not None:
+        group["algorithm_source"] = source  # names the package to import, should a checkpoint meet a program without it
     known = {**COMMON_OPTIONS, **(MATRIX_OPTIONS if isinstance(algorithm, MuonAlgorithm) else {})}
     own = algorithm.all_options()
     for key in group:
         if key not in known and key not in own and key not in FOREIGN_KEYS and key not in every_option():
             _refuse_unknown(key, where, {*known, *own, *ALIASES, *BETA_ALIASES, "is_adamw"})
     if name != class_defaults["algorithm"]:
-        # What belongs to the optimizer's own algorithm does not leak into groups of another.
-        class_defaults = {key: value for key, value in class_defaults.items() if key in SHARED_OPTIONS}
+        # What belongs to the optimizer's own algorithm does not leak into groups of another, unless that other
+        # one is in the whole-tensor form, which takes all of a Muon's options.
+        shared = SHARED_OPTIONS
+        if isinstance(algorithm, MuonAlgorithm) and algorithm.updates_whole_tensors():
+            shared = (frozenset(known) | WHOLE_TENSOR_OPTIONS) - type(algorithm).options.keys() - {"algorithm"}
+        class_defaults = {key: value for key, value in class_defaults.items() if key in shared}
     for key, default in {**known, **own, **class_defaults}.items():
         group.setdefault(key, default)
     validate_group(group, where)
