@@ -5,6 +5,9 @@
 At most two all-to-alls a bucket. Buffers live in this generator's frame until their collective
 has been waited for. Shards may be uneven or empty; element counts follow from the layout, so
 nothing is padded in the shard group.
+
+Every rank of a bucket's mesh yields equally often, also one that holds nothing and sends nothing:
+the yields decide how tasks interleave, and so the order of the collectives of all tasks.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dmuown.algorithms.batch import Work
+from dmuown.engine.layout import local_tensor
 from dmuown.engine.plan import Bucket, Place
 from dmuown.orthogonalize import orthogonalize_blocks
 
@@ -61,27 +65,39 @@ def orthogonalize(
     Returns:
         Updates shaped as `momentum`, in the orthogonalizer's dtype.
     """
+    if not momentum:
+        return []
     per_param = bucket.units_per_param
-    if per_param == 0 or not momentum:
-        return [torch.zeros_like(matrix, dtype=bucket.orthogonalizer.dtype) for matrix in momentum]
     dtype = wire_dtype(bucket.orthogonalizer.dtype)
     units = [matrix[b] for matrix in momentum for b in range(per_param)]
+    if not bucket.exchanges:
+        whole = _orthogonalize_whole(bucket, _stack(units, dtype), count)
+        return _by_parameter(whole, momentum) if units else [_nothing(bucket, matrix) for matrix in momentum]
     places = [bucket.places[index * per_param + b] for index in selected for b in range(per_param)]
     mine = [unit for unit, place in enumerate(places) if place.replica == bucket.replica_rank]
     if bucket.shard_group is None:
-        whole = _stack([units[unit] for unit in mine], dtype)
-        own = _orthogonalize_whole(bucket, whole, count)
+        own = _orthogonalize_whole(bucket, _stack([units[unit] for unit in mine], dtype), count)
         shards = {unit: own[position] for position, unit in enumerate(mine)}
     else:
         shards = yield from _through_owners(bucket, units, places, mine, dtype, count)
     if bucket.replica_group is not None:
-        shards = yield from _share_with_replicas(bucket, shards, places, units[0], count)
+        shards = yield from _share_with_replicas(bucket, shards, places, momentum[0], count)
+    if not units:
+        return [_nothing(bucket, matrix) for matrix in momentum]
     return [
         shards[index * per_param][None]
         if per_param == 1
         else torch.stack([shards[index * per_param + b] for b in range(per_param)])
         for index in range(len(momentum))
     ]
+
+
+def _nothing(bucket: Bucket, matrix: Tensor) -> Tensor:
+    return torch.zeros_like(matrix, dtype=bucket.orthogonalizer.dtype)
+
+
+def _by_parameter(whole: Tensor, momentum: Sequence[Tensor]) -> list[Tensor]:
+    return list(whole.split([len(matrix) for matrix in momentum]))
 
 
 def _stack(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
@@ -113,10 +129,16 @@ def _through_owners(
     """Two all-to-alls around orthogonalization; `mine` are the units of this replica."""
     group, layout = bucket.shard_group, bucket.layout
     assert group is not None
+    if not mine:  # nor has any other rank of the group
+        yield
+        yield
+        return {}
     here = bucket.members[bucket.shard_rank]
-    by_owner = [[unit for unit in mine if places[unit].owner == owner] for owner in range(bucket.shard_count)]
+    by_owner: list[list[int]] = [[] for _ in bucket.members]
+    for unit in mine:
+        by_owner[places[unit].owner].append(unit)
     owned = len(by_owner[bucket.shard_rank])
-    device, compute = units[0].device, bucket.orthogonalizer.dtype
+    device, compute = local_tensor(bucket.params[0]).device, bucket.orthogonalizer.dtype
 
     outward_sizes = [len(sent) * here.numel for sent in by_owner]
     inward_sizes = [owned * member.numel for member in bucket.members]
@@ -164,28 +186,31 @@ def _share_with_replicas(
     bucket: Bucket, shards: dict[int, Tensor], places: Sequence[Place], like: Tensor, count: ExchangeCount
 ) -> Work[dict[int, Tensor]]:
     """Every replica did its part of the units: gather the parts, padded to the longest."""
-    group = bucket.replica_group
-    by_replica = [
-        [unit for unit, place in enumerate(places) if place.replica == replica]
-        for replica in range(bucket.replica_count)
-    ]
-    longest = max(len(part) for part in by_replica)
     dtype = bucket.orthogonalizer.dtype
-    own = torch.zeros((longest, *like.shape), dtype=dtype, device=like.device)
-    for position, unit in enumerate(by_replica[bucket.replica_rank]):
-        own[position].copy_(shards[unit])
-    gathered = torch.empty((len(by_replica) * longest, *like.shape), dtype=dtype, device=like.device)
-    if own.numel() == 0:
-        return {unit: like.to(dtype) for unit in range(len(places))}
+    shape = like.shape[1:]
+    by_replica: list[list[int]] = [[] for _ in range(bucket.replica_count)]
+    for unit, place in enumerate(places):
+        by_replica[place.replica].append(unit)
+    longest = max(len(part) for part in by_replica)
+    if longest * shape.numel() == 0:  # the same for all replicas, which hold the same shards
+        yield
+        return {unit: like.new_empty(shape, dtype=dtype) for unit in range(len(places))}
+    own = torch.empty((longest, *shape), dtype=dtype, device=like.device)
+    parts = by_replica[bucket.replica_rank]
+    if parts:
+        torch._foreach_copy_(list(own[: len(parts)].unbind(0)), [shards[unit] for unit in parts])
+    own[len(parts) :].zero_()
+    gathered = torch.empty((bucket.replica_count, longest, *shape), dtype=dtype, device=like.device)
     count.all_gathers += 1
-    count.bytes_sent += own.numel() * own.element_size() * (len(by_replica) - 1)
-    work = dist.all_gather_into_tensor(gathered, own, group=group, async_op=True)
+    count.bytes_sent += own.numel() * own.element_size() * (bucket.replica_count - 1)
+    work = dist.all_gather_into_tensor(gathered.view(-1, *shape), own, group=bucket.replica_group, async_op=True)
     yield
     if work is not None:
         work.wait()
-    parts = gathered.view(len(by_replica), longest, *like.shape)
     return {
-        unit: parts[replica, position] for replica, part in enumerate(by_replica) for position, unit in enumerate(part)
+        unit: gathered[position, slot]
+        for position, replica in enumerate(bucket.replicas)
+        for slot, unit in enumerate(by_replica[replica])
     }
 
 
@@ -213,7 +238,7 @@ def _put(whole: Tensor, rows: slice | Tensor, cols: slice | Tensor, piece: Tenso
     elif isinstance(cols, slice):
         whole[..., cols][:, rows] = piece
     else:
-        whole[:, rows[:, None].to(whole.device), cols.to(whole.device)] = piece
+        whole[:, rows[:, None], cols] = piece
 
 
 def _take(whole: Tensor, rows: slice | Tensor, cols: slice | Tensor) -> Tensor:

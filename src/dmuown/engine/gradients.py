@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -30,7 +29,10 @@ _FAULTS = {
 
 
 def collect_gradients(
-    records: Sequence[ParamRecord], nonfinite: NonFinite, maximize: Sequence[bool]
+    records: Sequence[ParamRecord],
+    audiences: Mapping[tuple[int, ...], Sequence[int]],
+    nonfinite: NonFinite,
+    maximize: Sequence[bool],
 ) -> list[Tensor | None]:
     """Return each parameter's local gradient, or None where it does not step.
 
@@ -39,7 +41,8 @@ def collect_gradients(
     that have it, so that replicas do not drift apart.
 
     Args:
-        records: All parameters, in the same order on every rank of their mesh.
+        records: All parameters, in the same order on every rank that holds parts of them.
+        audiences: Their indices by the ranks that hold parts of them (`groups.audiences`).
         nonfinite: What to do about gradients that are not finite.
         maximize: Per parameter, whether to ascend.
 
@@ -47,61 +50,46 @@ def collect_gradients(
         Plain local tensors of the shapes of the local parameters; never the caller's to write.
 
     Raises:
-        GradientError: A gradient that cannot be used; on every rank of the parameter's mesh.
+        GradientError: A gradient that cannot be used; on every rank that shares a parameter with a
+            rank that must raise.
     """
     codes = [_fault(record) for record in records]
     if nonfinite != "propagate":
         _mark_nonfinite(records, codes)
-    gradients: list[Tensor | None] = [None] * len(records)
+    reports: dict[tuple[int, ...], GradientReport] = {}
     worst: tuple[str, int] | None = None
-    meshes = _by_mesh(records)
-    for indices in meshes.values():
-        report = _agree_on(records, codes, indices)
-        for position, index in enumerate(indices):
-            record, code = records[index], report.bad[position]
+    fault = 0
+    for audience, indices in audiences.items():
+        present = [records[index].param.grad is not None for index in indices]
+        report = GradientReport(present, [not here for here in present], [codes[i] for i in indices], fault)
+        reports[audience] = report = agree(report, control_group(audience))
+        for index, code in zip(indices, report.bad, strict=True):
             if code and not (code == _NONFINITE and nonfinite == "skip"):
-                worst = worst or (record.name, code)
-            elif report.present[position] and not code:
-                gradients[index] = _usable(record, report.absent[position], maximize[index])
-    _raise_together(worst, _controls(records, meshes) if len(meshes) > 1 else [])
+                worst = worst or (records[index].name, code)
+        fault = max(report.fault, worst[1] if worst else 0)
+    fault = _tell_earlier(list(audiences), fault)
+    if fault:
+        name = worst[0] if worst else "a parameter that this rank has no part of"
+        raise GradientError(name, *_FAULTS[worst[1] if worst else fault])
+    gradients: list[Tensor | None] = [None] * len(records)
+    for audience, indices in audiences.items():
+        report = reports[audience]
+        for position, index in enumerate(indices):
+            if report.present[position] and not report.bad[position]:
+                gradients[index] = _usable(records[index], report.absent[position], maximize[index])
     return gradients
 
 
-def _by_mesh(records: Sequence[ParamRecord]) -> dict[object, list[int]]:
-    indices: dict[object, list[int]] = defaultdict(list)
-    for index, record in enumerate(records):
-        indices[record.param.device_mesh if isinstance(record.param, DTensor) else None].append(index)
-    return indices
+def _tell_earlier(audiences: Sequence[tuple[int, ...]], fault: int) -> int:
+    """Bring the worst fault to audiences that had agreed before it was known.
 
-
-def _agree_on(records: Sequence[ParamRecord], codes: list[int], indices: list[int]) -> GradientReport:
-    present = [records[index].param.grad is not None for index in indices]
-    report = GradientReport(present, [not here for here in present], [codes[index] for index in indices])
-    first = records[indices[0]].param
-    group = control_group(first.device_mesh) if isinstance(first, DTensor) else None
-    return agree(report, group)
-
-
-def _controls(records: Sequence[ParamRecord], meshes: dict[object, list[int]]) -> list[dist.ProcessGroup]:
-    groups = []
-    for indices in meshes.values():
-        first = records[indices[0]].param
-        group = control_group(first.device_mesh) if isinstance(first, DTensor) else None
-        if group is not None:
-            groups.append(group)
-    return groups
-
-
-def _raise_together(worst: tuple[str, int] | None, groups: list[dist.ProcessGroup]) -> None:
-    """Raise on every rank that shares any mesh with a rank that must raise."""
-    code = worst[1] if worst else 0
-    for group in groups:
-        message = torch.tensor([code], dtype=torch.int32)
-        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
-        code = max(code, int(message))
-    if code:
-        name = worst[0] if worst else "a parameter of another mesh"
-        raise GradientError(name, *_FAULTS[code])
+    Each message carried what was known of earlier ones, so that all ranks of the last audience know
+    it all; most often that is all ranks, and nothing is sent here.
+    """
+    for audience in reversed(audiences[:-1]):
+        if audience and not set(audience) <= set(audiences[-1]):
+            fault = agree(GradientReport([], [], [], fault), control_group(audience)).fault
+    return fault
 
 
 def _fault(record: ParamRecord) -> int:
@@ -142,12 +130,12 @@ def _usable(record: ParamRecord, absent_somewhere: bool, maximize: bool) -> Tens
 
 def _mend_replicas(param: DTensor, local: Tensor, present: bool) -> Tensor:
     """Average a gradient over the replicas that have it; all replicas must enter, so this needs agreement first."""
-    mesh = param.device_mesh
     dims = tuple(dim for dim, placement in enumerate(param.placements) if placement.is_replicate())
-    group = mesh_group(mesh, dims)
+    group = mesh_group(param.device_mesh, dims)
     if group is None:
         return local
-    message = torch.cat([local.reshape(-1).float(), torch.tensor([float(present)], device=local.device)])
+    dtype = torch.promote_types(param.dtype, torch.float32)  # ranks without a gradient know no other dtype
+    message = torch.cat([local.reshape(-1).to(dtype), torch.tensor([float(present)], dtype=dtype, device=local.device)])
     dist.all_reduce(message, group=group)
     mean = message[:-1] / message[-1].clamp_min(1)
-    return mean.to(local.dtype).view(local.shape)
+    return mean.to(param.dtype).view(local.shape)

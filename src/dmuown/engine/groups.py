@@ -6,10 +6,33 @@ group; several together (tensor parallel x FSDP) need one more, made once and sh
 
 from __future__ import annotations
 
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+import weakref
+from collections.abc import Iterable
+from datetime import timedelta
 
-_made: dict[tuple[object, ...], dist.ProcessGroup] = {}
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+
+class _Made:
+    """Groups made under one default group; once that is destroyed, they are dead and forgotten."""
+
+    def __init__(self) -> None:
+        self.world: weakref.ref[dist.ProcessGroup] | None = None
+        self.groups: dict[tuple[str | None, tuple[int, ...]], dist.ProcessGroup] = {}
+        self.warm: set[tuple[dist.ProcessGroup, torch.device, str]] = set()
+
+    def now(self) -> _Made:
+        world = dist.distributed_c10d._get_default_group()
+        if self.world is None or self.world() is not world:
+            self.world, self.groups, self.warm = weakref.ref(world), {}, set()
+        return self
+
+
+_made = _Made()
 
 
 def mesh_group(mesh: DeviceMesh, dims: tuple[int, ...]) -> dist.ProcessGroup | None:
@@ -26,18 +49,6 @@ def mesh_group(mesh: DeviceMesh, dims: tuple[int, ...]) -> dist.ProcessGroup | N
     return _group_of(mesh_ranks(mesh, dims), backend=None)
 
 
-def control_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """Return a gloo group over the whole mesh, for small host-side messages; None on a mesh of one rank.
-
-    Gloo, so that ranks can agree on something without waiting for the accelerator.
-    """
-    if mesh.size() == 1:
-        return None
-    if mesh.ndim == 1 and dist.get_backend(mesh.get_group(0)) == "gloo":
-        return mesh.get_group(0)
-    return _group_of(mesh_ranks(mesh, tuple(range(mesh.ndim))), backend="gloo")
-
-
 def mesh_ranks(mesh: DeviceMesh, dims: tuple[int, ...]) -> tuple[int, ...]:
     """Return the global ranks that differ from this one only in `dims`, in mesh order."""
     coordinate = mesh.get_coordinate()
@@ -46,20 +57,83 @@ def mesh_ranks(mesh: DeviceMesh, dims: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(int(rank) for rank in mesh.mesh[index].reshape(-1).tolist())
 
 
-def coordinates_in_group(mesh: DeviceMesh, group: dist.ProcessGroup) -> list[tuple[int, ...]]:
-    """Return the mesh coordinate of every member of `group`, in the group's own rank order."""
-    by_rank = {
-        int(mesh.mesh[index]): index
-        for index in ((tuple(int(i) for i in position)) for position in (mesh.mesh >= 0).nonzero().tolist())
-    }
-    return [by_rank[rank] for rank in dist.get_process_group_ranks(group)]
+def mesh_coordinates(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
+    """Return the mesh coordinate of every global rank of a mesh."""
+    positions = (mesh.mesh >= 0).nonzero().tolist()
+    return {int(rank): tuple(at) for rank, at in zip(mesh.mesh.reshape(-1).tolist(), positions, strict=True)}
+
+
+def audience_of(param: Tensor) -> tuple[int, ...]:
+    """Return the sorted global ranks that hold parts of a parameter; () for a tensor of this rank alone.
+
+    Parameters of equal audience, whatever their meshes, are agreed on in one message.
+    """
+    if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
+        return ()
+    return tuple(sorted(int(rank) for rank in param.device_mesh.mesh.reshape(-1).tolist()))
+
+
+def audiences(params: Iterable[Tensor]) -> dict[tuple[int, ...], list[int]]:
+    """Return indices of parameters by audience; the one of this rank alone comes first, where there is one."""
+    known: dict[DeviceMesh | None, tuple[int, ...]] = {}
+    indices: dict[tuple[int, ...], list[int]] = {}
+    for index, param in enumerate(params):
+        mesh = param.device_mesh if isinstance(param, DTensor) else None
+        if mesh not in known:
+            known[mesh] = audience_of(param)
+        indices.setdefault(known[mesh], []).append(index)
+    return dict(sorted(indices.items(), key=lambda item: item[0] != ()))
+
+
+def control_group(audience: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """Return a gloo group of an audience, for small host-side messages; None for this rank alone.
+
+    Gloo, so that ranks can agree on something without waiting for the accelerator. Collective on
+    first use.
+    """
+    if not audience:
+        return None
+    if len(audience) == dist.get_world_size() and dist.get_backend() == "gloo":
+        return dist.distributed_c10d._get_default_group()
+    return _group_of(audience, backend="gloo")
+
+
+def warm_up(group: dist.ProcessGroup | None, device: torch.device, kind: str) -> None:
+    """Run one tiny collective of a kind (`all_to_all`, `all_gather`, `all_reduce`), once per group and device.
+
+    The first one sets up connections between machines, which can take long and needs all ranks at
+    once: better at construction than in the middle of a step.
+    """
+    made = _made.now()
+    if group is None or (group, device, kind) in made.warm:
+        return
+    made.warm.add((group, device, kind))
+    size = dist.get_world_size(group)
+    source, gathered = torch.zeros(size, device=device), torch.zeros(size, device=device)
+    if kind == "all_to_all":
+        dist.all_to_all_single(gathered, source, group=group)
+    elif kind == "all_gather":
+        dist.all_gather_into_tensor(gathered, source[:1], group=group)
+    else:
+        dist.all_reduce(source[:1], group=group)
 
 
 def _group_of(ranks: tuple[int, ...], backend: str | None) -> dist.ProcessGroup:
-    # The default group is part of the key: after it is destroyed, groups made under it are dead.
-    key = (id(dist.distributed_c10d._get_default_group()), backend, ranks)
-    if key not in _made:
-        made = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+    groups = _made.now().groups
+    key = (backend, tuple(sorted(ranks)))
+    if key not in groups:
+        made = dist.new_group(list(key[1]), backend=backend, timeout=_timeout(), use_local_synchronization=True)
         assert isinstance(made, dist.ProcessGroup)
-        _made[key] = made
-    return _made[key]
+        groups[key] = made
+    return groups[key]
+
+
+def _timeout() -> timedelta | None:
+    """The default group's timeout, which new groups do not inherit by themselves."""
+    world = dist.distributed_c10d._get_default_group()
+    for device in world._device_types:
+        options = getattr(world._get_backend(device), "options", None)
+        if options is not None:
+            timeout: timedelta = options._timeout
+            return timeout
+    return None

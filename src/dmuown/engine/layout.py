@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -25,9 +26,13 @@ Index = slice | Tensor
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's plain tensor: the local shard of a DTensor, or the tensor itself."""
+    """Return this rank's plain tensor: the local shard of a DTensor, or the tensor itself.
+
+    A shard that a collective is still filling (tensor parallelism leaves such gradients) is waited for.
+    """
     if isinstance(tensor, DTensor):
-        return tensor.to_local()
+        local: Tensor = tensor.to_local()
+        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
     return tensor
 
 
@@ -51,6 +56,11 @@ class Shards:
     def numel(self) -> int:
         """Elements of one matrix on this rank; 0 for an empty shard."""
         return self.row_count * self.col_count
+
+    def on(self, device: torch.device) -> Shards:
+        """The same shards with their indices on a device, so that using them copies nothing there."""
+        rows, cols = (index.to(device) if isinstance(index, Tensor) else index for index in (self.rows, self.cols))
+        return replace(self, rows=rows, cols=cols)
 
 
 class MatrixLayout:
@@ -100,6 +110,7 @@ class MatrixLayout:
             last_two = self.shape[-2:]
             self.m, self.n = (last_two[1], last_two[0]) if transposed else last_two
             self.leading_shape = self.shape[:-2]
+        self._shards: dict[tuple[int, ...], Shards] = {}
         self.mesh: DeviceMesh | None = None
         self.placements: tuple[Placement, ...] = ()
         self.row_dims: tuple[int, ...] = ()
@@ -114,6 +125,7 @@ class MatrixLayout:
         self.local_shape = tuple(local.shape)
         self.local_batch = 1 if self.flatten else math.prod(self.local_shape[:-2])
         self._check_local_shape()
+        self._check_viewable(local)
 
     def _classify_mesh_dims(self) -> None:
         assert self.mesh is not None
@@ -147,29 +159,67 @@ class MatrixLayout:
         return tuple(sorted((*self.row_dims, *self.col_dims)))
 
     @cached_property
-    def own(self) -> Shards:
-        """This rank's shards."""
+    def coordinate(self) -> tuple[int, ...]:
+        """This rank's mesh coordinate; () for a plain tensor."""
         if self.mesh is None:
-            return self.shards_at(())
+            return ()
         coordinate = self.mesh.get_coordinate()
         if coordinate is None:
             raise LayoutError(self.name, "this rank is not in the parameter's mesh", "Build the optimizer on its ranks")
-        return self.shards_at(tuple(coordinate))
+        return tuple(coordinate)
+
+    @cached_property
+    def own(self) -> Shards:
+        """This rank's shards."""
+        return self.shards_at(self.coordinate)
+
+    def block_at(self, coordinate: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the global ranks that hold the same matrices as the rank at a mesh coordinate (pure).
+
+        Returns:
+            One tuple a replica, in the order of the mesh: the ranks that share a matrix, ascending.
+        """
+        assert self.mesh is not None
+        free = (*self.replicate_dims, *self.matrix_dims)
+        index = tuple(slice(None) if dim in free else at for dim, at in enumerate(coordinate))
+        left = sorted(free)
+        block = self.mesh.mesh[index].permute([left.index(dim) for dim in free])
+        replicas = block.reshape(math.prod(self.mesh.size(dim) for dim in self.replicate_dims), -1).tolist()
+        return tuple(tuple(sorted(int(rank) for rank in ranks)) for ranks in replicas)
 
     def shards_at(self, coordinate: tuple[int, ...]) -> Shards:
         """Return the rows and columns held at a mesh coordinate (pure; any rank can ask for any)."""
-        rows = torch.arange(self.m)
-        columns = torch.arange(self.n).reshape(self.shape[1:] if self.flatten else (self.n,))
-        for mesh_dim, placement in enumerate(self.placements):
-            assert self.mesh is not None
-            parts = self.mesh.size(mesh_dim)
-            if mesh_dim in self.row_dims:
-                rows = _take_shard(rows, placement, 0, parts, coordinate[mesh_dim])
-            elif mesh_dim in self.col_dims:
-                axis = placement.dim % len(self.shape) - 1 if self.flatten else 0  # type: ignore[attr-defined]
-                columns = _take_shard(columns, placement, axis, parts, coordinate[mesh_dim])
+        key = tuple(coordinate[dim] for dim in self.matrix_dims)
+        if key not in self._shards:
+            self._shards[key] = self._shards_at(coordinate)
+        return self._shards[key]
+
+    def _shards_at(self, coordinate: tuple[int, ...]) -> Shards:
+        rows = self._cut(torch.arange(self.m), 0, self.row_axis, coordinate)
+        if self.flatten:
+            columns = torch.arange(self.n).reshape(self.shape[1:])
+            for axis in range(1, len(self.shape)):
+                columns = self._cut(columns, axis - 1, axis, coordinate)
+        else:
+            col_axis = 2 * len(self.shape) - 3 - self.row_axis
+            columns = self._cut(torch.arange(self.n), 0, col_axis, coordinate)
         columns = columns.reshape(-1)
         return Shards(_as_slice(rows), _as_slice(columns), rows.numel(), columns.numel())
+
+    def batch_at(self, coordinate: tuple[int, ...]) -> int:
+        """Return the number of logical matrices held at a mesh coordinate (pure)."""
+        if self.flatten:
+            return 1
+        counts = [
+            self._cut(torch.arange(size), 0, axis, coordinate).numel() for axis, size in enumerate(self.leading_shape)
+        ]
+        return math.prod(counts)
+
+    def _cut(self, index: Tensor, dim: int, axis: int, coordinate: tuple[int, ...]) -> Tensor:
+        """Cut dimension `dim` of an index tensor as the placements cut the parameter's `axis`."""
+        if self.mesh is None:
+            return index
+        return _cut_axis(index, dim, axis, len(self.shape), self.placements, tuple(self.mesh.shape), coordinate)
 
     def logical(self, local: Tensor) -> Tensor:
         """View a local tensor of this parameter's shape as logical matrices `[batch, m_local, n_local]`.
@@ -216,13 +266,24 @@ class MatrixLayout:
             held = (self.local_shape[0], math.prod(self.local_shape[1:]))
         else:
             held = self.local_shape[-2:] if not self.transposed else (self.local_shape[-1], self.local_shape[-2])
-        if held != (own.row_count, own.col_count):
+        if held != (own.row_count, own.col_count) or self.local_batch != self.batch_at(self.coordinate):
             raise LayoutError(
                 self.name,
                 f"the local shard {self.local_shape} of global shape {self.shape} does not follow from placements "
                 f"{self.placements} on a mesh of shape {None if self.mesh is None else tuple(self.mesh.shape)}",
                 "Pad the sharded axis to a multiple of the mesh sizes, or shard another axis",
             )
+
+    def _check_viewable(self, local: Tensor) -> None:
+        try:
+            self.logical(local.detach())
+        except RuntimeError:
+            raise ParameterError(
+                self.name,
+                f"its storage (shape {tuple(local.shape)}, strides {local.stride()}) cannot be viewed as matrices, "
+                "and parameters are updated in place",
+                "Store it contiguously: parameter.data = parameter.data.contiguous()",
+            ) from None
 
 
 def local_part(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
@@ -239,11 +300,10 @@ def local_part(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement])
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return whole.new_empty(0)
-    indices = [torch.arange(size) for size in whole.shape]
-    for mesh_dim, placement in enumerate(placements):
-        if isinstance(placement, (Shard, _StridedShard)):
-            axis = placement.dim % whole.ndim
-            indices[axis] = _take_shard(indices[axis], placement, 0, mesh.size(mesh_dim), coordinate[mesh_dim])
+    indices = [
+        _cut_axis(torch.arange(size), 0, axis, whole.ndim, placements, tuple(mesh.shape), tuple(coordinate))
+        for axis, size in enumerate(whole.shape)
+    ]
     for axis, index in enumerate(indices):
         held = _as_slice(index)
         if isinstance(held, slice):
@@ -253,19 +313,58 @@ def local_part(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement])
     return whole
 
 
-def _take_shard(index: Tensor, placement: Placement, axis: int, parts: int, position: int) -> Tensor:
-    """Apply one Shard to an index tensor, by the same rule as DTensor applies it to data."""
-    if isinstance(placement, _StridedShard):
-        # DTensor cuts into split_factor pieces first and hands every rank its part of each piece.
-        pieces = _chunk(index, int(placement.split_factor), axis)
-        return torch.cat([_chunk(piece, parts, axis)[position] for piece in pieces], dim=axis)
-    return _chunk(index, parts, axis)[position]
+def _cut_axis(
+    index: Tensor,
+    dim: int,
+    axis: int,
+    ndim: int,
+    placements: Sequence[Placement],
+    sizes: tuple[int, ...],
+    coordinate: tuple[int, ...],
+) -> Tensor:
+    """Cut dimension `dim` of an index tensor by all placements that shard a tensor's `axis`.
+
+    Mesh dimensions cut from left to right, except those of `_StridedShard`: it tells how many pieces
+    there were before its own cut, so it comes after the dimensions to its right that made them, as
+    FSDP2 cuts what tensor parallelism has cut. (DTensor's own left-to-right reading of it agrees
+    where shards are even.)
+    """
+    cuts = [
+        (mesh_dim, placement)
+        for mesh_dim, placement in enumerate(placements)
+        if isinstance(placement, (Shard, _StridedShard)) and placement.dim % ndim == axis
+    ]
+    order = _cut_order(cuts, sizes)
+    if order is not None:
+        for mesh_dim in order:
+            index = _chunk(index, sizes[mesh_dim], dim, coordinate[mesh_dim])
+        return index
+    for mesh_dim, placement in cuts:
+        factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+        pieces = [_chunk(index, factor, dim, piece) for piece in range(factor)]
+        index = torch.cat([_chunk(piece, sizes[mesh_dim], dim, coordinate[mesh_dim]) for piece in pieces], dim=dim)
+    return index
 
 
-def _chunk(index: Tensor, parts: int, axis: int) -> list[Tensor]:
-    chunks = list(torch.chunk(index, parts, dim=axis))
-    empty = index.narrow(axis, 0, 0)
-    return chunks + [empty] * (parts - len(chunks))
+def _cut_order(cuts: Sequence[tuple[int, Placement]], sizes: tuple[int, ...]) -> list[int] | None:
+    """Mesh dimensions in the order in which they cut one axis; None where a stride comes from no mesh dimension."""
+    order: list[int] = []
+    for mesh_dim, placement in reversed(cuts):
+        pieces = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+        position = 0
+        while math.prod(sizes[before] for before in order[:position]) < pieces and position < len(order):
+            position += 1
+        if math.prod(sizes[before] for before in order[:position]) != pieces:
+            return None
+        order.insert(position, mesh_dim)
+    return order
+
+
+def _chunk(index: Tensor, parts: int, dim: int, position: int) -> Tensor:
+    """The piece at `position` of torch.chunk, empty where that makes fewer pieces."""
+    size = -(-index.shape[dim] // parts)
+    start = min(position * size, index.shape[dim])
+    return index.narrow(dim, start, min(size, index.shape[dim] - start))
 
 
 def _as_slice(index: Tensor) -> Index:

@@ -25,6 +25,7 @@ from dmuown.engine.gradients import NonFinite, collect_gradients
 from dmuown.engine.info import generation_of
 from dmuown.engine.layout import local_tensor
 from dmuown.engine.options import check_names, complete_group, prefer_aliases
+from dmuown.engine.plan import Bucket
 from dmuown.engine.planning import Chunk, Plan, make_plan
 from dmuown.engine.records import ParamRecord, make_records, named_tensors
 from dmuown.errors import OptionError, OptionTypeError, ParameterError
@@ -82,6 +83,7 @@ class MuonEngine(_MuonBase):
         self._records: list[ParamRecord] = []
         self._record_of: dict[Tensor, ParamRecord] = {}
         self._gradients: dict[Tensor, Tensor] = {}
+        self._part: list[Bucket] = []
         self._plan: Plan | None = None
         self._complete = False
         self._rows_unverified = True
@@ -205,7 +207,7 @@ class MuonEngine(_MuonBase):
         plan = self._plan_now()
         self._verify_rows(plan)
         maximize = [self.param_groups[record.group_index]["maximize"] for record in self._records]
-        gradients = collect_gradients(self._records, self._nonfinite, maximize)
+        gradients = collect_gradients(self._records, plan.audiences, self._nonfinite, maximize)
         self._gradients = {
             record.param: grad for record, grad in zip(self._records, gradients, strict=True) if grad is not None
         }
@@ -213,19 +215,22 @@ class MuonEngine(_MuonBase):
             group["step"] += 1
         self.orthogonalized = 0
         try:
-            AsyncRuntime(self._create_tasks(), max_concurrent_tasks=MAX_CONCURRENT_TASKS).run()
+            for self._part in plan.parts:
+                tasks = self._create_tasks(last=self._part is plan.parts[-1])
+                AsyncRuntime(tasks, max_concurrent_tasks=MAX_CONCURRENT_TASKS).run()
         finally:
-            self._gradients = {}
+            self._gradients, self._part = {}, []
         return loss
 
-    def _create_tasks(self) -> Generator[AsyncTask, None, None]:
-        """All tasks of a step, by the registry, through the hooks that Dion's own step calls."""
+    def _create_tasks(self, last: bool) -> Generator[AsyncTask, None, None]:
+        """The tasks of one part of the plan, by the registry, through the hooks that Dion's own step calls."""
         yield from self._create_ortho_tasks(self.param_groups)
-        yield from self._create_adamw_tasks(self.param_groups)
+        if last:
+            yield from self._create_adamw_tasks(self.param_groups)
 
     def _create_ortho_tasks(self, param_groups: list[dict[str, Any]]) -> Generator[AsyncTask, None, None]:
-        """Tasks of all matrix groups (hook of Dion's main): buckets by falling cost."""
-        for chunk in self._plan_now().chunks(self._gradients, param_groups):
+        """Tasks of the matrix groups (hook of Dion's main): buckets by falling cost."""
+        for chunk in self._plan_now().chunks(self._gradients, param_groups, self._part):
             yield AsyncTask(self._update_matrices(chunk))
 
     def _create_muon_tasks(
@@ -360,7 +365,7 @@ class MuonEngine(_MuonBase):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._complete = True
-        self._gradients = {}
+        self._gradients, self._part = {}, []
         self.__dict__.setdefault("exchange_count", ExchangeCount())
         self.__dict__.setdefault("orthogonalized", 0)
 

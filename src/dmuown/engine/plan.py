@@ -7,6 +7,7 @@ buckets that share a group of ranks (longest processing time first).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dmuown.engine.groups import coordinates_in_group, mesh_group
-from dmuown.engine.layout import MatrixLayout, Shards
+from dmuown.engine.groups import mesh_coordinates, mesh_group, warm_up
+from dmuown.engine.layout import MatrixLayout, Shards, local_tensor
 from dmuown.orthogonalize import Blocks, Orthogonalizer
 from dmuown.orthogonalize.blocks import block_rows
 
 
 @dataclass(frozen=True)
 class Place:
-    """Who orthogonalizes a unit: a rank of the shard group, in one of the replicas."""
+    """Who orthogonalizes a unit: a rank of the shard group, in one of the replicas (numbered as in the mesh)."""
 
     replica: int
     owner: int
@@ -44,6 +45,7 @@ class Bucket:
         input_group: Ranks that share rows.
         output_group: Ranks that share columns.
         members: Shards of every rank of `shard_group`, in its order; this rank's alone without one.
+        replicas: Number, as in the mesh, of the replica of every rank of `replica_group`, in its order.
         places: Per unit (parameter-major), who orthogonalizes it.
         block_of_row: Per local row, its block; None for one block.
     """
@@ -59,6 +61,7 @@ class Bucket:
     input_group: dist.ProcessGroup | None
     output_group: dist.ProcessGroup | None
     members: list[Shards]
+    replicas: list[int] = field(default_factory=lambda: [0])
     places: list[Place] = field(default_factory=list)
     block_of_row: Tensor | None = None
 
@@ -75,7 +78,7 @@ class Bucket:
     @property
     def replica_count(self) -> int:
         """Replicas that divide the work."""
-        return 1 if self.replica_group is None else dist.get_world_size(self.replica_group)
+        return len(self.replicas)
 
     @property
     def shard_rank(self) -> int:
@@ -84,8 +87,8 @@ class Bucket:
 
     @property
     def replica_rank(self) -> int:
-        """This rank among the replicas."""
-        return 0 if self.replica_group is None else dist.get_rank(self.replica_group)
+        """This rank's replica, numbered as in the mesh: the same for all ranks that share a matrix."""
+        return 0 if self.replica_group is None else self.replicas[dist.get_rank(self.replica_group)]
 
     @property
     def block_row_counts(self) -> tuple[int, ...] | None:
@@ -103,19 +106,18 @@ class Bucket:
         return total
 
     @property
-    def communicates(self) -> bool:
-        """Whether updating it enters collectives."""
+    def exchanges(self) -> bool:
+        """Whether orthogonalization enters collectives."""
         return self.shard_group is not None or self.replica_group is not None
 
-    def describe(self) -> list[str]:
-        """One line per parameter that must read the same on every rank of its mesh."""
-        layout = self.layout
-        return [
-            f"{name}: shape {layout.shape}, {param.dtype}, placements {layout.placements}, "
-            f"transposed={layout.transposed}, flatten={layout.flatten}, blocks {self.blocks}, "
-            f"group {self.group_index}, {self.orthogonalizer}"
-            for name, param in zip(self.names, self.params, strict=True)
-        ]
+    @property
+    def is_empty(self) -> bool:
+        """Whether its parameters have no elements on any rank, so that nothing is to be done."""
+        return math.prod(self.layout.shape) == 0
+
+    def units_at(self, coordinate: tuple[int, ...]) -> int:
+        """Units of all its parameters at a mesh coordinate."""
+        return 0 if self.is_empty else len(self.params) * self.layout.batch_at(coordinate)
 
 
 def make_bucket(
@@ -128,17 +130,30 @@ def make_bucket(
 ) -> Bucket:
     """Build one bucket: find its groups of ranks and every member's shards.
 
-    Collective where a group of several mesh dimensions is made for the first time.
+    Collective where a group is used or made for the first time.
     """
     shard_group = replica_group = input_group = output_group = None
-    members = [layout.own]
+    members, replicas = [layout.own], [0]
+    device = local_tensor(params[0]).device
     if layout.mesh is not None:
         shard_group = mesh_group(layout.mesh, layout.matrix_dims)
         replica_group = mesh_group(layout.mesh, layout.replicate_dims)
         input_group = mesh_group(layout.mesh, layout.col_dims)
         output_group = mesh_group(layout.mesh, layout.row_dims)
+        at = mesh_coordinates(layout.mesh)
         if shard_group is not None:
-            members = [layout.shards_at(at) for at in coordinates_in_group(layout.mesh, shard_group)]
+            members = [layout.shards_at(at[rank]).on(device) for rank in dist.get_process_group_ranks(shard_group)]
+        if replica_group is not None:
+            block = layout.block_at(layout.coordinate)
+            number = {rank: replica for replica, ranks in enumerate(block) for rank in ranks}
+            replicas = [number[rank] for rank in dist.get_process_group_ranks(replica_group)]
+        for group, kind in (
+            (shard_group, "all_to_all"),
+            (replica_group, "all_gather"),
+            (input_group, "all_reduce"),
+            (output_group, "all_reduce"),
+        ):
+            warm_up(group, device, kind)
     bucket = Bucket(
         group_index,
         list(params),
@@ -151,29 +166,50 @@ def make_bucket(
         input_group,
         output_group,
         members,
+        replicas,
     )
     if len(blocks) > 1:
         of_row = torch.empty(layout.m, dtype=torch.int64)
-        for index, block in enumerate(blocks):
-            of_row[block] = index
-        device = params[0].device
+        for index, rows in enumerate(blocks):
+            of_row[rows] = index
         bucket.block_of_row = of_row[layout.own.rows].to(device)
     return bucket
 
 
-def assign_owners(buckets: Sequence[Bucket]) -> None:
-    """Give every unit an owner, balancing cost over all buckets that share ranks; deterministic.
+def assign_owners(buckets: Sequence[Bucket], rank: int | None = None) -> list[list[Place]]:
+    """Choose an owner for every unit of every bucket, as one rank sees them; pure and deterministic.
 
-    Longest processing time first: units by falling cost, each to the least loaded rank (the lowest
-    of equals). Within a bucket all units cost the same, so the order of buckets decides.
+    Longest processing time first: units by falling cost, each to the least loaded replica and there
+    to the least loaded rank (the first of equals). Loads add up over all buckets that are shared by
+    the same ranks.
+
+    Args:
+        buckets: In the same order on every rank.
+        rank: Global rank whose units are meant; None for this one.
+
+    Returns:
+        Per bucket, one place a unit, parameter-major; none where the rank is outside the bucket's mesh.
     """
-    loads: dict[tuple[int, int], list[list[float]]] = {}
-    for bucket in sorted(buckets, key=lambda bucket: -bucket.flops_per_unit):
-        key = (id(bucket.shard_group), id(bucket.replica_group))
-        load = loads.setdefault(key, [[0.0] * bucket.shard_count for _ in range(bucket.replica_count)])
-        bucket.places = []
-        for _ in range(len(bucket.params) * bucket.units_per_param):
+    loads: dict[tuple[tuple[int, ...], ...], list[list[float]]] = {}
+    places: list[list[Place]] = [[] for _ in buckets]
+    for index in sorted(range(len(buckets)), key=lambda index: -buckets[index].flops_per_unit):
+        bucket = buckets[index]
+        coordinate = coordinate_of(bucket, rank)
+        if coordinate is None:
+            continue
+        block = ((-1,),) if bucket.layout.mesh is None else bucket.layout.block_at(coordinate)
+        load = loads.setdefault(block, [[0.0] * len(ranks) for ranks in block])
+        for _ in range(bucket.units_at(coordinate)):
             replica = min(range(len(load)), key=lambda r: (sum(load[r]), r))
-            owner = min(range(bucket.shard_count), key=lambda o: (load[replica][o], o))
+            owner = min(range(len(load[replica])), key=lambda o: (load[replica][o], o))
             load[replica][owner] += bucket.flops_per_unit
-            bucket.places.append(Place(replica, owner))
+            places[index].append(Place(replica, owner))
+    return places
+
+
+def coordinate_of(bucket: Bucket, rank: int | None) -> tuple[int, ...] | None:
+    """Mesh coordinate of a global rank (None: this one); None outside the mesh, () for plain tensors."""
+    layout = bucket.layout
+    if rank is None or layout.mesh is None:
+        return layout.coordinate
+    return mesh_coordinates(layout.mesh).get(rank)

@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuown.algorithms import MatrixBatch, MuonAlgorithm
 from dmuown.engine.agreement import first_difference
-from dmuown.engine.groups import control_group
+from dmuown.engine.groups import audience_of, audiences, control_group, mesh_group
 from dmuown.engine.layout import local_tensor
 from dmuown.engine.plan import Bucket, assign_owners, make_bucket
 from dmuown.engine.records import ParamRecord
@@ -77,17 +76,25 @@ class Plan:
     Attributes:
         buckets: Matrix buckets, by falling cost.
         records: All parameters.
+        audiences: Indices of records by the ranks that hold parts of them (`groups.audiences`).
+        parts: Buckets by audience, to be updated part after part: ranks agree within an audience on
+            which parameters step, so only there do tasks interleave alike on all ranks, as the order
+            of their collectives needs. At least one part, which may be empty.
     """
 
     buckets: list[Bucket]
     records: list[ParamRecord]
+    audiences: dict[tuple[int, ...], list[int]]
+    parts: list[list[Bucket]]
 
-    def chunks(self, gradients: Mapping[Tensor, Tensor], groups: Sequence[dict[str, Any]]) -> Iterator[Chunk]:
-        """Split each bucket's stepping parameters by its group's `batch_size` (matrices at once)."""
-        for bucket in self.buckets:
+    def chunks(
+        self, gradients: Mapping[Tensor, Tensor], groups: Sequence[dict[str, Any]], part: Sequence[Bucket]
+    ) -> Iterator[Chunk]:
+        """Split the stepping parameters of each bucket of a part by its group's `batch_size` (matrices at once)."""
+        for bucket in part:
             group = groups[bucket.group_index]
             selected = [index for index, param in enumerate(bucket.params) if param in gradients]
-            if not selected:
+            if not selected or bucket.is_empty:
                 continue
             limit = group["batch_size"]
             size = len(selected) if limit is None else max(1, limit // max(1, bucket.units_per_param))
@@ -126,6 +133,11 @@ def make_plan(
         PlanMismatchError: A parameter differs between ranks; the error names it.
     """
     _compare(records, groups)
+    for record in records:
+        if isinstance(record.param, DTensor):
+            # Made now, so that a step that has to mend a replica's gradient makes no group.
+            replicated = [dim for dim, placement in enumerate(record.param.placements) if placement.is_replicate()]
+            mesh_group(record.param.device_mesh, tuple(replicated))
     parts: dict[tuple[object, ...], list[ParamRecord]] = defaultdict(list)
     for record in records:
         if record.layout is not None:
@@ -147,8 +159,13 @@ def make_plan(
             )
         )
     buckets.sort(key=lambda bucket: -bucket.flops_per_unit * len(bucket.params))
-    assign_owners(buckets)
-    return Plan(buckets, list(records))
+    for bucket, places in zip(buckets, assign_owners(buckets), strict=True):
+        bucket.places = places
+    by_audience = audiences(record.param for record in records)
+    parts_of: dict[tuple[int, ...], list[Bucket]] = {audience: [] for audience in by_audience}
+    for bucket in buckets:
+        parts_of[audience_of(bucket.params[0])].append(bucket)
+    return Plan(buckets, list(records), by_audience, [part for part in parts_of.values() if part] or [[]])
 
 
 def _hashable(key: tuple[object, ...]) -> tuple[object, ...]:
@@ -158,27 +175,28 @@ def _hashable(key: tuple[object, ...]) -> tuple[object, ...]:
 
 
 def _compare(records: Sequence[ParamRecord], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Compare what ranks were given, mesh by mesh, before the first tensor collective."""
-    by_mesh: dict[object, list[ParamRecord]] = defaultdict(list)
-    for record in records:
-        if isinstance(record.param, DTensor):
-            by_mesh[record.param.device_mesh].append(record)
-    for members in by_mesh.values():
-        first = members[0].param
-        assert isinstance(first, DTensor)
-        group = control_group(first.device_mesh)
+    """Compare what ranks were given, audience by audience, before the first tensor collective."""
+    for audience, indices in audiences(record.param for record in records).items():
+        members = [records[index] for index in indices]
         lines = [_describe(record, groups[record.group_index]) for record in members]
-        difference = first_difference(lines, group)
+        difference = first_difference(lines, control_group(audience))
         if difference is not None:
-            rank, index = difference
-            name = members[index].name if index < len(members) else f"parameter {index}"
-            here = lines[index] if index < len(lines) else "absent"
-            ranks = dist.get_process_group_ranks(group) if group is not None else [0]
+            name = members[difference.index].name if difference.index < len(members) else "a parameter"
             raise PlanMismatchError(
                 name,
-                f"ranks {ranks[0]} and {ranks[rank]} disagree on it; here it is: {here}",
+                f"ranks {difference.ranks[0]} and {difference.ranks[1]} disagree on it: "
+                f"{_first_words(*difference.texts)}",
                 "Build the same model, policy and options on every rank",
             )
+
+
+def _first_words(here: str, there: str) -> str:
+    """What two descriptions differ in, field by field; whole descriptions where they have not the same fields."""
+    ours, theirs = here.split("; "), there.split("; ")
+    if len(ours) != len(theirs):
+        return f"{here!r} and {there!r}"
+    pairs = [f"{one} and {other}" for one, other in zip(ours, theirs, strict=True) if one != other]
+    return "; ".join(pairs)
 
 
 #: Group keys that may differ between ranks without harm.
@@ -186,6 +204,10 @@ _RANK_LOCAL = frozenset({"params", "param_names", "step"})
 
 
 def _describe(record: ParamRecord, group: Mapping[str, Any]) -> str:
-    options = {key: str(value) for key, value in sorted(group.items()) if key not in _RANK_LOCAL}
-    placements = record.param.placements if isinstance(record.param, DTensor) else ()
-    return f"{record.name}: shape {tuple(record.param.shape)}, {record.param.dtype}, {placements}, {options}"
+    param = record.param
+    fields = {"name": record.name, "shape": tuple(param.shape), "dtype": param.dtype}
+    if isinstance(param, DTensor):
+        # The mesh as a whole: ranks at different places of different meshes would wait for each other.
+        fields |= {"placements": param.placements, "mesh": param.device_mesh.mesh.tolist()}
+    fields |= {key: value for key, value in sorted(group.items()) if key not in _RANK_LOCAL}
+    return "; ".join(f"{key} {value}" for key, value in fields.items())

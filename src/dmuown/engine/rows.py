@@ -9,11 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from dmuown.algorithms import MuonAlgorithm
 from dmuown.engine.agreement import GradientReport, agree
-from dmuown.engine.groups import control_group
+from dmuown.engine.groups import audience_of, control_group
 from dmuown.engine.layout import local_tensor
 from dmuown.engine.plan import Bucket
 from dmuown.engine.planning import Plan
@@ -74,8 +73,7 @@ def verify(plan: Plan, state: Mapping[Tensor, Mapping[str, Any]], groups: Sequen
             continue
         differs = [_differs(bucket, index, algorithm, state) for index in range(len(bucket.params))]
         first = bucket.params[0]
-        control = control_group(first.device_mesh) if isinstance(first, DTensor) else None
-        report = agree(GradientReport(differs, differs, [0] * len(differs)), control)
+        report = agree(GradientReport(differs, differs, [0] * len(differs)), control_group(audience_of(first)))
         changed = [index for index, mark in enumerate(report.present) if mark]
         if not changed:
             continue
