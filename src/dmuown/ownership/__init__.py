@@ -30,8 +30,9 @@ Between passes `model.named_parameters()` gives the *homes*:
 - `muon` and `adamw` elsewhere: an `AwayParameter` with shape and dtype, no data, and `.grad` None.
 - `sharded_adamw`: a DTensor, `Shard(0)` over the group, with its gradient likewise.
 
-So an optimizer steps what has `record.owned`, with state for these alone. `owned_param_groups(model,
-groups, algorithm=...)` gives groups of exactly that, equal on all ranks but for their parameters.
+So an optimizer steps what is no `AwayParameter`, with state for these alone. `dedicated_param_groups(model,
+groups, algorithm=...)` gives the groups, equal on all ranks; torch's own optimizers take them too, since
+they leave parameters without gradients alone.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dmuown.ownership.clip import clip_grad_norm_
     from dmuown.ownership.dedicate import dedicate_params
-    from dmuown.ownership.groups import owned_param_groups
+    from dmuown.ownership.groups import dedicated_param_groups
     from dmuown.ownership.plan import OwnershipPlan
     from dmuown.ownership.record import Record, record_of
     from dmuown.ownership.registry import dedicated_parameters, dedicated_records, find_runtime, runtime_of
@@ -52,12 +53,12 @@ __all__ = [
     "Record",
     "clip_grad_norm_",
     "dedicate_params",
+    "dedicated_param_groups",
     "dedicated_parameters",
     "dedicated_records",
     "find_runtime",
     "gathered",
     "no_sync",
-    "owned_param_groups",
     "record_of",
     "runtime_of",
 ]
@@ -72,7 +73,7 @@ _HOMES = {
     "find_runtime": "registry",
     "gathered": "sync",
     "no_sync": "sync",
-    "owned_param_groups": "groups",
+    "dedicated_param_groups": "groups",
     "record_of": "record",
     "runtime_of": "registry",
 }

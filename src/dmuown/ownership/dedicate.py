@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from dmuown.engine.agreement import first_difference
 from dmuown.errors import LayoutError, OptionError, OptionTypeError, OwnershipError, PlanMismatchError
 from dmuown.ownership.assignment import Item, assign_owners
 from dmuown.ownership.away import make_away, released_tensor
@@ -296,15 +296,19 @@ def _casts(plan: OwnershipPlan, routes: Mapping[str, ResolvedRoute]) -> list[Cas
 
 def _compare(plan: OwnershipPlan, casts: Sequence[Casts], group: OwnerGroup) -> None:
     lines = [*plan.lines(), *(f"casts {cast.inputs} {cast.outputs}" for cast in casts)]
-    different = first_difference(lines, group.group)
-    if different is not None:
-        rank, index = different
-        mine = lines[index] if index < len(lines) else "nothing"
-        raise PlanMismatchError(
-            f"rank {group.ranks[rank]}",
-            f"would communicate something else than rank {group.ranks[0]}; this rank has in place {index}: {mine}",
-            "Build the model, predicate and policy alike on every rank",
-        )
+    if group.group is None:
+        return
+    everyone: list[list[str]] = [[]] * len(group.ranks)
+    dist.all_gather_object(everyone, lines, group=group.group)
+    for rank, other in zip(group.ranks, everyone, strict=True):
+        if other != everyone[0]:
+            pairs = itertools.zip_longest(everyone[0], other, fillvalue="nothing")
+            here, there = next((first, second) for first, second in pairs if first != second)
+            raise PlanMismatchError(
+                f"rank {rank}",
+                f"would communicate something else than rank {group.ranks[0]}: {there!r} instead of {here!r}",
+                "Build the model, predicate and policy alike on every rank",
+            )
 
 
 def _dedicate(

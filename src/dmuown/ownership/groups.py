@@ -1,6 +1,7 @@
-"""Param groups of a dedicated model: what this rank steps, ready for any optimizer of this package.
+"""Param groups of a dedicated model, by route, ready for any optimizer of this package.
 
-The groups are the same on every rank but for their parameters, so that schedulers and logs agree.
+They are the same on every rank, parameters that are elsewhere included, so that schedulers, logs and
+checkpoints agree; an optimizer steps those that this rank owns.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from dmuown.policy.groups import OVERRIDE_KEYS, group_route, model_parameters, s
 from dmuown.policy.resolve import ResolvedRoute
 
 
-def owned_param_groups(
+def dedicated_param_groups(
     model: nn.Module, groups: Iterable[Mapping[str, Any]] | None = None, *, algorithm: str = "muown"
 ) -> list[dict[str, Any]]:
-    """Return the param groups of a dedicated model on this rank.
+    """Return the param groups of a dedicated model.
 
     Dedicated parameters go by their route: `muon` to `algorithm`, whole plain tensors; `adamw` to AdamW,
     whole plain tensors; `sharded_adamw` to AdamW, DTensor shards. Trainable parameters outside the runtime
@@ -33,8 +34,7 @@ def owned_param_groups(
         algorithm: Algorithm of the parameters on route `muon`.
 
     Returns:
-        Groups with `params` and `param_names` (this rank's own), `dmuon_route`, `algorithm`, and the user's keys.
-        Groups whose parameters are all elsewhere are there too, empty.
+        Groups with `params`, `param_names`, `dmuon_route`, `algorithm` and the user's keys; no empty ones.
 
     Raises:
         OwnershipError: The model is not dedicated; a dedicated parameter is in no group; a group asks for
@@ -58,13 +58,6 @@ def owned_param_groups(
     for part in split:
         if "dmuon_route" not in part:
             part.setdefault("algorithm", "adamw")
-        kept = [
-            (param, name)
-            for param, name in zip(part["params"], part["param_names"], strict=True)
-            if (record := record_of(param)) is None or record.owned
-        ]
-        part["params"] = [param for param, _ in kept]
-        part["param_names"] = [name for _, name in kept]
     return split
 
 

@@ -107,6 +107,7 @@ class Buffer:
         self._flat: Tensor | None = None
         self._grads: Tensor | None = None
         self._arrived = [False] * len(self.records)
+        self._arrived_now: set[int] = set()
         self._work: Any = None
         self._event: Any = None
         # Tensors that a collective in flight reads or writes: kept until it is waited for.
@@ -244,10 +245,9 @@ class Buffer:
 
     @property
     def complete(self) -> bool:
-        """Whether every member that takes gradients has one."""
+        """Whether every member that takes gradients got one in this backward pass."""
         return all(
-            arrived or not record.home.requires_grad
-            for arrived, record in zip(self._arrived, self.records, strict=True)
+            index in self._arrived_now or not record.home.requires_grad for index, record in enumerate(self.records)
         )
 
     def collect(self, index: int, param: Tensor) -> None:
@@ -270,6 +270,7 @@ class Buffer:
                 else:
                     target.copy_(source)
         self._arrived[index] = True
+        self._arrived_now.add(index)
         self.on_gradient(self)
 
     def _gradient_buffer(self, device: torch.device) -> Tensor:
@@ -357,7 +358,8 @@ class Buffer:
 
     def keep_gradients(self) -> None:
         """Leave what was collected for the next backward pass, as under `no_sync`."""
-        self._kept = True
+        self._kept = self.grad_state is GradState.COLLECTING
+        self._arrived_now.clear()
 
     def drop_gradients(self) -> None:
         """Forget gradients that were not reduced, as after an exception."""
@@ -365,6 +367,7 @@ class Buffer:
         self._reduced = None
         self._held.clear()
         self._arrived = [False] * len(self.records)
+        self._arrived_now.clear()
         self._kept = False
         if self.grad_state is not GradState.NONE:
             check_transition(self.grad_state, GradState.NONE, self.label)

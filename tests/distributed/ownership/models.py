@@ -97,4 +97,4 @@ def batch(step: int, rank: int, size: int = 2) -> Tensor:
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     logits = model(tokens[:, :-1])
     logits = getattr(logits, "logits", logits)
-    return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
