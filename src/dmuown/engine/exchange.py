@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dmuown.algorithms.batch import Work
+from dmuown.algorithms.fused import stack_of
 from dmuown.engine.layout import local_tensor
 from dmuown.engine.plan import Bucket, Place
 from dmuown.orthogonalize import orthogonalize_blocks
@@ -106,6 +107,9 @@ def _stack(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
         return None
     if len(matrices) == 1:
         return matrices[0][None].to(dtype)
+    whole = stack_of(matrices) if matrices[0].dtype == dtype else None
+    if whole is not None:
+        return whole  # the row kernels wrote them next to each other
     stacked = torch.empty((len(matrices), *matrices[0].shape), dtype=dtype, device=matrices[0].device)
     torch._foreach_copy_(list(stacked.unbind(0)), list(matrices))
     return stacked

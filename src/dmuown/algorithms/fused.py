@@ -1,0 +1,236 @@
+"""The two halves of a step around orthogonalization as one kernel launch each, where a kernel exists.
+
+`before` stands for prepare_gradient and update_momentum, `after` for shape_update and apply. Both say whether
+they did it: what they do not cover (rows sharded along the input axis, other devices, dtypes and layouts,
+algorithms of third parties) is left to the phases themselves, which compute the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from dmuown import kernels
+from dmuown.algorithms.angular_muown import MAGNITUDE_FLOOR, AngularMuownRow, angular_multiplier
+from dmuown.algorithms.base import MuonAlgorithm
+from dmuown.algorithms.batch import MatrixBatch
+from dmuown.algorithms.muon import MuonRow
+from dmuown.algorithms.muown import MuownRow, NorMuownRow
+from dmuown.algorithms.normuon import NorMuonRow
+from dmuown.algorithms.scales import normuon, rms_norm, scale_named
+
+logger = logging.getLogger(__name__)
+
+Scale = float | Tensor
+
+
+def _muon_scale(batch: MatrixBatch) -> Scale:
+    return batch.row_scale(scale_named("adjust_lr", batch.options["adjust_lr"]))
+
+
+def _muown_scale(batch: MatrixBatch) -> Scale:
+    scale = batch.row_scale(rms_norm if batch.options["shape_scaling_type"] == "muon" else normuon)
+    return scale * float(batch.options["muon_update_scale"])
+
+
+def _angular_scale(batch: MatrixBatch) -> Scale:
+    name = batch.options["adjust_lr_fn"] or "original"
+    return angular_multiplier(batch.options) * batch.row_scale(scale_named("adjust_lr_fn", name))
+
+
+# Exact classes: a subclass may override any phase. -> kernels' kind, scale of the update.
+_COVERED: dict[type[MuonAlgorithm], tuple[str, Callable[[MatrixBatch], Scale]]] = {
+    MuonRow: ("muon", _muon_scale),
+    NorMuonRow: ("muon", _muon_scale),
+    MuownRow: ("muown", _muown_scale),
+    NorMuownRow: ("muown", _muown_scale),
+    AngularMuownRow: ("angular", _angular_scale),
+}
+
+_ROW_STATE = ("magnitude", "direction_norm", "magnitude_momentum", "magnitude_variance", "variance_neuron")
+
+
+def before(algorithm: MuonAlgorithm, batch: MatrixBatch, dtype: torch.dtype) -> list[Tensor] | None:
+    """Do prepare_gradient and update_momentum in one launch.
+
+    Args:
+        algorithm: The bucket's algorithm.
+        batch: The bucket; momentum, guards of the row state and steps are updated in place.
+        dtype: Of the result.
+
+    Returns:
+        What is to be orthogonalized, `[batch, m_local, n_local]` each: consecutive slices of one new tensor;
+        None, with nothing done, where no kernel covers the bucket.
+    """
+    if not _covers(algorithm, batch, dtype):
+        return None
+    from dmuown.kernels import rows
+
+    kind, _ = _COVERED[type(algorithm)]
+    count = len(batch)
+    depth, m, n = batch.weights[0].shape
+    first = batch.weights[0]
+    if first.stride(2) == 1:
+        directions = torch.empty((count * depth, m, n), dtype=dtype, device=first.device)
+    else:
+        directions = torch.empty((count * depth, n, m), dtype=dtype, device=first.device).mT
+    for step in batch.state.get("step", ()):
+        step.add_(1)
+    batch.scratch["magnitude_gradient"] = rows.before(
+        kind,
+        batch.gradients,
+        batch.state["momentum"],
+        directions,
+        weights=batch.weights,
+        magnitudes=batch.state.get("magnitude"),
+        norms=batch.state.get("direction_norm"),
+        mu=float(batch.options["mu"]),
+        nesterov=batch.options["nesterov"],
+        ema=batch.options["momentum_form"] == "ema",
+        floor=_floor(kind, batch.options),
+    )
+    batch.scratch["fused"] = True
+    return list(directions.view(count, depth, m, n) if first.stride(2) == 1 else _stacked(directions, count))
+
+
+def after(algorithm: MuonAlgorithm, batch: MatrixBatch, update: Sequence[Tensor]) -> bool:
+    """Do shape_update and apply in one launch (two more for NorMuon's normalization).
+
+    Args:
+        algorithm: The bucket's algorithm, whose `before` did its half.
+        batch: The bucket; weights and row state are updated in place.
+        update: Orthogonalized updates, `[batch, m_local, n_local]` each.
+
+    Returns:
+        Whether it was done; if not, nothing was.
+    """
+    if not batch.scratch.get("fused"):
+        return False
+    from dmuown.kernels import rows
+
+    update = list(update)
+    if not rows.uniform(update):
+        update = [matrix.contiguous() for matrix in update]
+    kind, scale_of = _COVERED[type(algorithm)]
+    options, state = batch.options, batch.state
+    scale = scale_of(batch)
+    multipliers: Tensor | None = None
+    if "variance_neuron" in state:
+        stacked = stack_of(update)
+        multipliers = rows.neuron(
+            torch.cat(update) if stacked is None else stacked,
+            state["variance_neuron"],
+            beta2=float(options["muon_beta2"]),
+            epsilon=float(options["normalization_epsilon"]),
+        )
+    if isinstance(scale, Tensor):
+        shape = (len(batch), *batch.weights[0].shape[:2], 1)
+        per_row = scale.to(torch.float32).expand(shape)
+        multipliers = per_row.contiguous() if multipliers is None else multipliers * per_row
+        scale = 1.0
+    rows.after(
+        kind,
+        batch.weights,
+        update,
+        lr=options["lr"],
+        weight_decay=0.0 if kind == "angular" else options["weight_decay"],
+        scale=scale,
+        multipliers=multipliers,
+        cautious=bool(options.get("cautious_wd", False)) and kind == "muon",
+        magnitudes=state.get("magnitude"),
+        norms=state.get("direction_norm"),
+        first_moments=state.get("magnitude_momentum"),
+        second_moments=state.get("magnitude_variance"),
+        dg=batch.scratch["magnitude_gradient"],
+        steps=state.get("step"),
+        betas=(float(options["beta1"]), float(options["beta2"])),
+        floor=_floor(kind, options),
+        epsilon=float(options["epsilon"]),
+    )
+    return True
+
+
+def stack_of(matrices: Sequence[Tensor]) -> Tensor | None:
+    """The `[count, m, n]` tensor that these `[batch, m, n]` or `[m, n]` matrices are consecutive slices of, or None."""
+    first = matrices[0]
+    m, n = first.shape[-2:]
+    per = first.shape[0] if first.dim() == 3 else 1
+    strides = first.stride()[-2:]
+    if per > 1 and first.stride(0) != m * n:
+        return None
+    if strides not in ((n, 1), (1, m)):
+        return None
+    step = per * m * n * first.element_size()
+    base = first.data_ptr()
+    for index, matrix in enumerate(matrices):
+        if matrix.data_ptr() != base + index * step or matrix.stride()[-2:] != strides:
+            return None
+        if matrix.shape != first.shape or matrix.dtype != first.dtype or (per > 1 and matrix.stride(0) != m * n):
+            return None
+    count = len(matrices) * per
+    if first.storage_offset() + count * m * n > first.untyped_storage().nbytes() // first.element_size():
+        return None  # Neighbours in memory, but not of one allocation.
+    return first.as_strided((count, m, n), (m * n, *strides))
+
+
+def _stacked(directions: Tensor, count: int) -> Tensor:
+    """[count * batch, m, n] with rows contiguous as [count, batch, m, n]."""
+    return directions.mT.view(count, -1, directions.shape[2], directions.shape[1]).mT
+
+
+def _floor(kind: str, options: Mapping[str, Any]) -> float:
+    return MAGNITUDE_FLOOR if kind == "angular" else float(options["epsilon"])
+
+
+def _covers(algorithm: MuonAlgorithm, batch: MatrixBatch, dtype: torch.dtype) -> bool:
+    if type(algorithm) not in _COVERED or batch.input_group is not None or not len(batch):
+        return False
+    first = batch.weights[0]
+    if first.numel() == 0 or not _available(first.device.type) or dtype not in _DTYPES:
+        return False
+    if "variance_neuron" in batch.state and (batch.block_rows is not None or batch.output_group is not None):
+        return False
+    if isinstance(batch.options["lr"], Tensor) and batch.options["lr"].device != first.device:
+        return False
+    decay = batch.options["weight_decay"]
+    if isinstance(decay, Tensor) and decay.device != first.device:
+        return False
+    from dmuown.kernels import rows
+
+    state = [batch.state[key] for key in _ROW_STATE if key in batch.state]
+    everything = [batch.weights, batch.gradients, batch.state["momentum"], *state]
+    if not all(type(x) in (Tensor, Parameter) for operand in everything for x in operand):
+        return False
+    if not all(rows.uniform(operand) for operand in everything):
+        return False
+    if any(operand[0].dtype != torch.float32 or operand[0].stride() != state[0][0].stride() for operand in state):
+        return False
+    steps = batch.state.get("step", [])
+    on_host = [step for step in steps if step.device.type == "cpu"]
+    if on_host and first.device.type != "cpu":
+        # One bias correction for the launch: parameters that skipped steps go the other way.
+        return len(on_host) == len(steps) and len({float(step) for step in on_host}) == 1
+    return True
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@cache
+def _available(device_type: str) -> bool:
+    """Whether the kernels run there: on CUDA with Triton."""
+    if device_type != "cuda":
+        return False
+    if not kernels.available():
+        logger.info("row kernels: Triton is not installed, torch does their work")
+        return False
+    return torch.cuda.get_device_capability() >= (8, 0)
+
+
+__all__ = ["after", "before", "stack_of"]
