@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -23,6 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+# Whether the next kernel may start before this one has finished (its producer waits before it reads).
+PDL = gl.constexpr(True)
 
 # Renamed after Triton 3.6.
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
@@ -76,14 +80,16 @@ def _tile_of(
 
 @gluon.jit
 def _produce(
-    a_desc, b_desc, c_desc, a_bufs, b_bufs, c_first, c_second, full, empty, c_full, c_free,
+    a_desc, b_desc, c_desc, a_bufs, b_bufs, out_bufs, mirror_bufs, full, empty, c_full, c_free,
     batches, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles,
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, HAS_C: gl.constexpr, SYMMETRIC: gl.constexpr,
     RATIO: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SWIZZLED: gl.constexpr,
 ):
     """Producer warp: fill the ring tile after tile, and the epilogue buffers with C once they are free."""
     HALF: gl.constexpr = BLOCK_N // 2
+    if PDL:
+        gdc_wait()
     slot = 0
     count = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -105,16 +111,20 @@ def _produce(
                 tma.async_copy_global_to_shared(b_desc, [batch, k * BLOCK_K, n0], bar, b_bufs.index(index))
             slot += 1
         if HAS_C:
-            # Long free by now: the consumer frees them early in this tile's loop.
-            mbarrier.wait(c_free, (count & 1) ^ 1)
+            # Free by now: their consumer frees them early in this tile's loop.
+            who = count % CONSUMERS
+            bar = c_full.index(who)
+            c_first = out_bufs.index(who)
+            c_second = mirror_bufs.index(who)._reinterpret(c_desc.dtype, [1, BLOCK_M, HALF], SWIZZLED)
+            mbarrier.wait(c_free.index(who), (count // CONSUMERS & 1) ^ 1)
             if SYMMETRIC and n0 + HALF >= m0 + BLOCK_M:
-                mbarrier.expect(c_full, 2 * BLOCK_M * HALF)
-                tma.async_copy_global_to_shared(c_desc, [batch, m0, n0], c_full, c_first)
+                mbarrier.expect(bar, 2 * BLOCK_M * HALF)
+                tma.async_copy_global_to_shared(c_desc, [batch, m0, n0], bar, c_first)
             else:
-                mbarrier.expect(c_full, 4 * BLOCK_M * HALF)
-                tma.async_copy_global_to_shared(c_desc, [batch, m0, n0], c_full, c_first)
-                tma.async_copy_global_to_shared(c_desc, [batch, m0, n0 + HALF], c_full, c_second)
-            count += 1
+                mbarrier.expect(bar, 4 * BLOCK_M * HALF)
+                tma.async_copy_global_to_shared(c_desc, [batch, m0, n0], bar, c_first)
+                tma.async_copy_global_to_shared(c_desc, [batch, m0, n0 + HALF], bar, c_second)
+        count += 1
 
 
 @gluon.jit
@@ -203,49 +213,55 @@ def _store(value, out_desc, mirror_desc, out_buf, mirror_buf, batch, m0, n0, n, 
 
 @gluon.jit
 def _consume(
-    out_desc, mirror_desc, a_bufs, b_bufs, out_buf, mirror_buf, c_first, c_second, full, empty, c_full, c_free,
-    alpha, beta, batches, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles, n,
+    out_desc, mirror_desc, a_bufs, b_bufs, out_bufs, mirror_bufs, full, empty, c_full, c_free,
+    alpha, beta, batches, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles, n, WHO: gl.constexpr,
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, HAS_C: gl.constexpr, SYMMETRIC: gl.constexpr,
     RATIO: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, WARPS: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SWIZZLED: gl.constexpr, WARPS: gl.constexpr,
 ):
-    """Consumer warps: multiply and finish the tiles that the producer feeds, in the same order."""
+    """Consumer warps: multiply and finish every CONSUMERS-th tile that the producer feeds, from tile WHO on."""
     HALF: gl.constexpr = BLOCK_N // 2
     dtype: gl.constexpr = out_desc.dtype
-    slot = 0
+    out_buf = out_bufs.index(WHO)
+    mirror_buf = mirror_bufs.index(WHO)
+    # C arrives where the result will leave.
+    c_first = out_buf
+    c_second = mirror_buf._reinterpret(dtype, [1, BLOCK_M, HALF], SWIZZLED)
+    slot = WHO * k_tiles
     count = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+    step = gl.num_programs(0)
+    for tile in range(gl.program_id(0) + WHO * step, tiles, CONSUMERS * step):
         batch, row, column = _tile_of(tile, batches, tiles_m, tiles_n, tiles_per_matrix, SYMMETRIC, RATIO, GROUP)
         m0 = row * BLOCK_M
         n0 = column * BLOCK_N
         if SYMMETRIC and RATIO > 1 and n0 + HALF >= m0 + BLOCK_M:
             # The right half lies above the diagonal: somebody else mirrors it.
             left = _multiply(
-                a_bufs, b_bufs, full, empty, c_free, slot, k_tiles, count > 0, A_K_MAJOR, B_K_MAJOR,
+                a_bufs, b_bufs, full, empty, c_free.index(WHO), slot, k_tiles, count > 0, A_K_MAJOR, B_K_MAJOR,
                 HAS_C, BLOCK_M, BLOCK_N, BLOCK_K, HALF, STAGES, WARPS,
             )
             left = left * alpha
             if HAS_C:
-                mbarrier.wait(c_full, count & 1)
+                mbarrier.wait(c_full.index(WHO), count & 1)
                 left += beta * c_first.reshape([BLOCK_M, HALF]).load(left.type.layout).to(gl.float32)
             _store(left.to(dtype), out_desc, mirror_desc, out_buf, mirror_buf, batch, m0, n0, n, SYMMETRIC)
         else:
             acc = _multiply(
-                a_bufs, b_bufs, full, empty, c_free, slot, k_tiles, count > 0, A_K_MAJOR, B_K_MAJOR,
+                a_bufs, b_bufs, full, empty, c_free.index(WHO), slot, k_tiles, count > 0, A_K_MAJOR, B_K_MAJOR,
                 HAS_C, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_N, STAGES, WARPS,
             )
             acc = acc * alpha
             first, second = acc.reshape([BLOCK_M, 2, HALF]).permute((0, 2, 1)).split()
             if HAS_C:
                 # Both halves of C leave the buffers before either is written.
-                mbarrier.wait(c_full, count & 1)
+                mbarrier.wait(c_full.index(WHO), count & 1)
                 first += beta * c_first.reshape([BLOCK_M, HALF]).load(first.type.layout).to(gl.float32)
                 second += beta * c_second.reshape([BLOCK_M, HALF]).load(second.type.layout).to(gl.float32)
             # Without a mirror the two buffers take the halves in turn.
             second_buf = out_buf if SYMMETRIC else mirror_buf
             _store(first.to(dtype), out_desc, mirror_desc, out_buf, mirror_buf, batch, m0, n0, n, SYMMETRIC)
             _store(second.to(dtype), out_desc, mirror_desc, second_buf, mirror_buf, batch, m0, n0 + HALF, n, SYMMETRIC)
-        slot += k_tiles
+        slot += CONSUMERS * k_tiles
         count += 1
     tma.store_wait(0)
 
@@ -257,13 +273,16 @@ def product_kernel(
     batches, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles, n,
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, HAS_C: gl.constexpr, SYMMETRIC: gl.constexpr,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, WARPS: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, WARPS: gl.constexpr,
 ):
     """out = alpha * A @ B + beta * C per matrix; grid: as many programs as fit on the card at once.
 
     Descriptors of [batch, rows, columns] tensors with boxes [1, BLOCK_M, BLOCK_K] or transposed for A,
     [1, BLOCK_N, BLOCK_K] or transposed for B, [1, BLOCK_M, BLOCK_N / 2] for C and out,
     [1, BLOCK_N / 2, BLOCK_M] for the mirrored stores (symmetric only).
+
+    One consumer of two warpgroups takes a wide tile as a whole. Two consumers of one warpgroup each take tiles in
+    turn, so that one multiplies while the other finishes.
     """
     RATIO: gl.constexpr = BLOCK_N // BLOCK_M
     HALF: gl.constexpr = BLOCK_N // 2
@@ -271,33 +290,60 @@ def product_kernel(
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3)
     a_bufs = gl.allocate_shared_memory(dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)
     b_bufs = gl.allocate_shared_memory(dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
-    out_buf = gl.allocate_shared_memory(dtype, [1, BLOCK_M, HALF], SWIZZLED)
-    MIRROR_SHAPE: gl.constexpr = [1, HALF, BLOCK_M] if SYMMETRIC else [1, BLOCK_M, HALF]
-    mirror_buf = gl.allocate_shared_memory(dtype, MIRROR_SHAPE, SWIZZLED)
-    # C arrives where the result will leave.
-    c_second = mirror_buf._reinterpret(dtype, [1, BLOCK_M, HALF], SWIZZLED)
+    out_bufs = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, BLOCK_M, HALF], SWIZZLED)
+    MIRROR_SHAPE: gl.constexpr = [CONSUMERS, 1, HALF, BLOCK_M] if SYMMETRIC else [CONSUMERS, 1, BLOCK_M, HALF]
+    mirror_bufs = gl.allocate_shared_memory(dtype, MIRROR_SHAPE, SWIZZLED)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    c_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    c_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    c_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    c_free = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
-    mbarrier.init(c_full, count=1)
-    mbarrier.init(c_free, count=1)
-    gl.warp_specialize(
-        [
-            (_consume, (
-                out_desc, mirror_desc, a_bufs, b_bufs, out_buf, mirror_buf, out_buf, c_second, full, empty, c_full, c_free,
-                alpha, beta, batches, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles, n,
-                A_K_MAJOR, B_K_MAJOR, HAS_C, SYMMETRIC, RATIO, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, WARPS,
-            )),
-            (_produce, (
-                a_desc, b_desc, c_desc, a_bufs, b_bufs, out_buf, c_second, full, empty, c_full, c_free,
-                batches, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles,
-                A_K_MAJOR, B_K_MAJOR, HAS_C, SYMMETRIC, RATIO, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-            )),
-        ],
-        [1],
-        [24],
-    )
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(c_full.index(i), count=1)
+        mbarrier.init(c_free.index(i), count=1)
+    if PDL:
+        gdc_launch_dependents()
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    out_desc, mirror_desc, a_bufs, b_bufs, out_bufs, mirror_bufs, full, empty, c_full, c_free,
+                    alpha, beta, batches, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles, n, 0,
+                    A_K_MAJOR, B_K_MAJOR, HAS_C, SYMMETRIC, RATIO, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
+                    STAGES, CONSUMERS, SWIZZLED, WARPS,
+                )),
+                (_produce, (
+                    a_desc, b_desc, c_desc, a_bufs, b_bufs, out_bufs, mirror_bufs, full, empty, c_full, c_free,
+                    batches, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles,
+                    A_K_MAJOR, B_K_MAJOR, HAS_C, SYMMETRIC, RATIO, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CONSUMERS, SWIZZLED,
+                )),
+            ],
+            [1],
+            [24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    out_desc, mirror_desc, a_bufs, b_bufs, out_bufs, mirror_bufs, full, empty, c_full, c_free,
+                    alpha, beta, batches, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles, n, 0,
+                    A_K_MAJOR, B_K_MAJOR, HAS_C, SYMMETRIC, RATIO, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
+                    STAGES, CONSUMERS, SWIZZLED, WARPS,
+                )),
+                (_consume, (
+                    out_desc, mirror_desc, a_bufs, b_bufs, out_bufs, mirror_bufs, full, empty, c_full, c_free,
+                    alpha, beta, batches, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles, n, 1,
+                    A_K_MAJOR, B_K_MAJOR, HAS_C, SYMMETRIC, RATIO, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
+                    STAGES, CONSUMERS, SWIZZLED, WARPS,
+                )),
+                (_produce, (
+                    a_desc, b_desc, c_desc, a_bufs, b_bufs, out_bufs, mirror_bufs, full, empty, c_full, c_free,
+                    batches, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles,
+                    A_K_MAJOR, B_K_MAJOR, HAS_C, SYMMETRIC, RATIO, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CONSUMERS, SWIZZLED,
+                )),
+            ],
+            [WARPS, 1],
+            [240, 24],
+        )

@@ -124,12 +124,13 @@ def _plan(
         out=out_box,
         mirror=(((batch, m, n), out), (1, half, BLOCK_M)) if symmetric else out_box,
         c=None if c is None else (((batch, m, n), c), (1, BLOCK_M, half)),
-        grid=(min(_multiprocessors(device) * shape.per_sm, tiles), 1, 1),
+        grid=(min(_multiprocessors(device), tiles), 1, 1),
         sizes=(batch, tiles, tiles_m, tiles_n, tiles_per_matrix, triton.cdiv(k, block_k), n),
         constants=(
-            a_k_major, b_k_major, c is not None, symmetric, shape.group, BLOCK_M, block_n, block_k, shape.stages, shape.warps,
+            a_k_major, b_k_major, c is not None, symmetric, shape.group, BLOCK_M, block_n, block_k, shape.stages,
+            shape.consumers, shape.warps,
         ),
-        options={"num_warps": shape.warps} if shape.per_sm == 1 else {"num_warps": shape.warps, "maxnreg": 128},
+        options={"num_warps": shape.warps, "launch_pdl": hopper.PDL.value},
     )
 
 

@@ -14,6 +14,7 @@ from dmuown.kernels.launch import launch, specialization
 
 _BLOCK = 4096
 _MAX_PARTS = 1024
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit(do_not_specialize=["per_part", "parts"])
@@ -74,14 +75,16 @@ def normalize(x: Tensor, dtype: torch.dtype, *, factor: float, epsilon: float, c
     size = m * n
     columns_inner = x.stride(2) == 1 and x.stride(1) == n
     rows_inner = x.stride(1) == 1 and x.stride(2) == m
-    if not (columns_inner or rows_inner) or x.dtype.itemsize > 4 or batch > 65535:
+    if not (columns_inner or rows_inner) or batch > 65535 or size == 0:
+        return None
+    if x.dtype not in _DTYPES or dtype not in _DTYPES:
         return None
     out = torch.empty((batch, m, n), dtype=dtype, device=x.device)
     if rows_inner and not columns_inner:
         out = torch.empty((batch, n, m), dtype=dtype, device=x.device).mT
     blocks = triton.cdiv(size, _BLOCK)
     # Enough programs to fill a card, and no more partial sums than one block adds up.
-    parts = max(1, min(blocks, _MAX_PARTS, triton.cdiv(2048, batch)))
+    parts = max(1, min(blocks, _MAX_PARTS, triton.cdiv(8192, batch)))
     per_part = triton.cdiv(blocks, parts)
     parts = triton.cdiv(blocks, per_part)
     partial = torch.empty((batch, parts), dtype=torch.float32, device=x.device)

@@ -26,9 +26,13 @@ class CopyShape(NamedTuple):
     block_n: int
     block_k: int
     stages: int
-    warps: int
-    per_sm: int  # programs that share a multiprocessor
+    consumers: int  # 1: two warpgroups share a tile; 2: one warpgroup each, on tiles in turn
     group: int = 8  # row tiles that stay together for the second-level cache (general products)
+
+    @property
+    def warps(self) -> int:
+        """Warps of one consumer."""
+        return 8 // self.consumers
 
 
 def pointer_shape(m: int, n: int, k: int, element_size: int, symmetric: bool) -> PointerShape:
@@ -44,7 +48,7 @@ def pointer_shape(m: int, n: int, k: int, element_size: int, symmetric: bool) ->
 
 def copy_shape(batch: int, m: int, n: int, k: int, symmetric: bool) -> CopyShape:
     """The tile of the copy-engine kernel."""
-    return CopyShape(block_n=256, block_k=64, stages=3, warps=8, per_sm=1)
+    return CopyShape(block_n=256, block_k=64, stages=3, consumers=1)
 
 
 def triton_preferred(capability: tuple[int, int], dtype: torch.dtype, shape: tuple[int, int, int]) -> bool:

@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from dmuown.errors import MissingDependencyError
-from dmuown.kernels import table
+from dmuown.kernels import normalize, table
 from dmuown.kernels.products import multiply
 
 
@@ -21,6 +21,10 @@ class TritonOperations:
     def preferred(self, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> bool:
         """Whether these kernels beat torch there by the checked-in measurements (`table.triton_preferred`)."""
         return table.triton_preferred(torch.cuda.get_device_capability(device), dtype, shape)
+
+    def normalize(self, x: Tensor, dtype: torch.dtype, *, factor: float, epsilon: float, clamp: bool) -> Tensor | None:
+        """Each matrix by its Frobenius norm, cast to `dtype`: see `normalize.normalize`."""
+        return normalize.normalize(x, dtype, factor=factor, epsilon=epsilon, clamp=clamp)
 
     def symmetric_product(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """x x^T: [B, m, n] -> [B, m, m]."""

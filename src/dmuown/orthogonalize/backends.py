@@ -42,6 +42,12 @@ class Operations(Protocol):
     def preferred(self, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> bool:
         """Whether `auto` should take this backend for [batch, rows, columns], rows <= columns (measured crossover)."""
 
+    def normalize(self, x: Tensor, dtype: torch.dtype, *, factor: float, epsilon: float, clamp: bool) -> Tensor | None:
+        """x / (factor ||x||_F + epsilon), or / max(factor ||x||_F, epsilon), per matrix, as a new tensor in `dtype`.
+
+        None, with nothing done, where torch should: a dtype, device or layout this backend has no kernel for.
+        """
+
     def symmetric_product(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """x x^T: [B, m, n] -> [B, m, m], symmetric."""
 
@@ -65,6 +71,9 @@ class TorchOperations:
 
     def preferred(self, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> bool:
         return True
+
+    def normalize(self, x: Tensor, dtype: torch.dtype, *, factor: float, epsilon: float, clamp: bool) -> Tensor | None:
+        return None
 
     def symmetric_product(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         return torch.bmm(x, x.mT, out=out)

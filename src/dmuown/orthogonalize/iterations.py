@@ -41,27 +41,40 @@ def gram_iteration(x: Tensor, triples: Sequence[Triple], ops: Operations, restar
     r, z, q, work, update = (torch.empty((batch, m, m), dtype=x.dtype, device=x.device) for _ in range(5))
     spare = torch.empty_like(x)
     ops.symmetric_product(x, out=r)
-    fresh = True  # Q is the identity and not stored.
+    steps_in_run = 0
     last = len(triples) - 1
+    first_a = 0.0
     for step, (a, b, c) in enumerate(triples):
         if step in restarts and step > 0:
-            ops.product(q, x, out=spare)
+            ops.product(_whole(q, first_a, steps_in_run), x, out=spare)
             x, spare = spare, x
             ops.symmetric_product(x, out=r)
-            fresh = True
+            steps_in_run = 0
         ops.symmetric_product_add(r, r, r, alpha=c, beta=b, out=z)
-        if fresh:
-            q.copy_(z)
-            q.diagonal(dim1=-2, dim2=-1).add_(a)
-            fresh = False
-        else:
-            # Polynomials of the same R commute, so every product here is symmetric.
-            ops.symmetric_product_add(q, z, q, alpha=1.0, beta=a, out=work)
-            q, work = work, q
+        # Polynomials of the same R commute, so every product here is symmetric.
         if step < last and step + 1 not in restarts:
             ops.symmetric_product_add(r, z, r, alpha=1.0, beta=a, out=update)
             ops.symmetric_product_add(z, update, update, alpha=1.0, beta=a, out=r)
-    return ops.product(q, x, out=spare)
+        if steps_in_run == 0:
+            # Q = a I + Z, of which only Z is stored: the identity joins the next factor.
+            first_a = a
+            q, z = z, q
+        elif steps_in_run == 1:
+            z.diagonal(dim1=-2, dim2=-1).add_(a)
+            ops.symmetric_product_add(q, z, z, alpha=1.0, beta=first_a, out=work)
+            q, work = work, q
+        else:
+            ops.symmetric_product_add(q, z, q, alpha=1.0, beta=a, out=work)
+            q, work = work, q
+        steps_in_run += 1
+    return ops.product(_whole(q, first_a, steps_in_run), x, out=spare)
+
+
+def _whole(q: Tensor, first_a: float, steps_in_run: int) -> Tensor:
+    """Q with the identity of a run's only step."""
+    if steps_in_run == 1:
+        q.diagonal(dim1=-2, dim2=-1).add_(first_a)
+    return q
 
 
 def plain_cost(m: int, n: int, steps: int, symmetric_cost: float) -> float:

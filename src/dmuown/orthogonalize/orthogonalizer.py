@@ -124,7 +124,7 @@ class Orthogonalizer:
             x = x.mT
         batch, m, n = x.shape
         ops = select_backend(self.backend, x.device, self.dtype, (batch, m, n))
-        x = self._normalize(x)
+        x = self._normalize(x, ops)
         triples = self.table.for_steps(self.steps)
         if self.chosen_form(m, n, ops) == "gram":
             x = gram_iteration(x, triples, ops, self.restarts())
@@ -132,8 +132,13 @@ class Orthogonalizer:
             x = plain_iteration(x, triples, ops)
         return x.mT if tall else x
 
-    def _normalize(self, x: Tensor) -> Tensor:
+    def _normalize(self, x: Tensor, ops: Operations) -> Tensor:
         """x / (safety factor * Frobenius norm), guarded by epsilon, as a new tensor in `dtype`."""
+        done = ops.normalize(
+            x, self.dtype, factor=self.table.safety_factor, epsilon=self.epsilon, clamp=self.norm == "clamp"
+        )
+        if done is not None:
+            return done
         high = torch.float64 if self.dtype == torch.float64 else torch.float32
         if x.dtype != high:
             # One cast serves the norm and the division; fp64 input goes through fp32 unless fp64 was asked for.
