@@ -98,7 +98,7 @@ class MuonAlgorithm(Algorithm):
         raise NotImplementedError(f"{type(self).__name__} declares no apply phase")
         yield
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
+    def update(self, *args: Any, **kwargs: Any) -> Any:
         """The whole-tensor form, instead of the phases above: `update(param, grad, state, lr_ratio, *, ...)`.
 
         An algorithm that defines it is called once per parameter and step, under `torch.no_grad`:
@@ -107,13 +107,14 @@ class MuonAlgorithm(Algorithm):
             param: `[..., m, n]`, output rows first, updated in place; a DTensor where the parameter is one.
                 Fused convolutions arrive as `[m, n]` with `flatten`, transposed storage as a view.
             grad: Of param's shape, dtype and placements; the algorithm's to overwrite.
-            state: Declared buffers by name, updated in place: `"grad"` ones like param, `"grad_rows"` ones `[..., m, 1]`.
+            state: Declared buffers by name, updated in place: `"grad"` ones like param, `"grad_rows"` ones
+                `[..., m, 1]`.
             lr_ratio: 0-d fp32 tensor, sqrt(max(1, m / n)).
             lr, weight_decay, cautious_wd, momentum, nesterov, ns_steps, orthogonalization_strategy, split_sizes:
                 The group's options, by keyword; `maximize` is False always, since the gradient's sign is turned
                 before. The algorithm's own options and all others of the group follow for `**kwargs`.
 
-        Orthogonalize with `dmuown.algorithms.orthogonalize_single`.
+        Returns None. Orthogonalize with `dmuown.algorithms.orthogonalize_single`.
         """
         raise NotImplementedError(f"{type(self).__name__} declares no whole-tensor update")
 
@@ -124,7 +125,7 @@ class MuonAlgorithm(Algorithm):
         state: Mapping[str, list[Tensor]],
         lr_ratios: list[Tensor],
         **options: Any,
-    ) -> None:
+    ) -> Any:
         """Batched whole-tensor form over parameters of one shape, dtype and device; loops `update` by default.
 
         Called instead of `update` with `foreach=True`, and with `foreach=None` where all of a group's
@@ -212,10 +213,10 @@ def _check_declarations(algorithm: type[Algorithm]) -> None:
         reserved = sorted(_NEVER_OPTIONS & options.keys())
         if reserved:
             raise OptionError(f"{name}.options", f"declares {reserved[0]!r}, which every group has", "Rename it")
-    whole = issubclass(algorithm, MuonAlgorithm) and not algorithm.updates_whole_tensors()
-    if whole and algorithm.apply is MuonAlgorithm.apply:
-        raise OptionError(name, "defines neither `apply` nor a whole-tensor `update`", "Define one of them")
-    if issubclass(algorithm, ElementwiseAlgorithm) and algorithm.update is ElementwiseAlgorithm.update:
+    if issubclass(algorithm, MuonAlgorithm):
+        if not algorithm.updates_whole_tensors() and algorithm.apply is MuonAlgorithm.apply:
+            raise OptionError(name, "defines neither `apply` nor a whole-tensor `update`", "Define one of them")
+    elif issubclass(algorithm, ElementwiseAlgorithm) and algorithm.update is ElementwiseAlgorithm.update:
         raise OptionError(name, "defines no `update`")
 
 

@@ -119,6 +119,23 @@ class MatrixBatch:
         table = torch.tensor(factors, dtype=torch.float32, device=self.block_of_row.device)
         return table[self.block_of_row][:, None]
 
+    def check_returned(self, algorithm: str, phase: str, values: Sequence[Tensor]) -> None:
+        """Check that a phase returned one tensor per parameter, of the weights' local shape.
+
+        Raises:
+            OptionError: It did not.
+        """
+        wanted = self.weights[0].shape
+        if len(values) != len(self.weights):
+            raise OptionError(f"{algorithm}.{phase}", f"must return {len(self.weights)} tensors, got {len(values)}")
+        for value, name in zip(values, self.names, strict=True):
+            if value.shape != wanted:
+                raise OptionError(
+                    f"{algorithm}.{phase}",
+                    f"must return a tensor of shape {tuple(wanted)} for {name}, got {tuple(value.shape)}",
+                    "Each phase works on this rank's shards, [batch, m_local, n_local]",
+                )
+
     def __len__(self) -> int:
         return len(self.weights)
 

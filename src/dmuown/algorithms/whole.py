@@ -31,7 +31,7 @@ from dmuown.orthogonalize import (
 
 logger = logging.getLogger(__name__)
 
-_group_options: ContextVar[Mapping[str, Any]] = ContextVar("group_options", default={})
+_group_options: ContextVar[Mapping[str, Any] | None] = ContextVar("group_options", default=None)
 _logged: set[str] = set()
 
 
@@ -104,7 +104,7 @@ def lr_ratio(m: int, n: int) -> float:
 
 
 def _orthogonalizer(device: torch.device, ns_steps: int | None, strategy: str | None) -> Orthogonalizer:
-    options = dict(_group_options.get())
+    options = dict(_group_options.get() or {})
     if ns_steps is not None:
         options["ns_steps"] = ns_steps
     if strategy is not None and strategy != options.get("scheme"):

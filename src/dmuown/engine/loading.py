@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dmuown.algorithms import is_registered
 from dmuown.engine.layout import local_part, local_tensor
 from dmuown.engine.matching import match_by_name
 from dmuown.engine.options import MATRIX_OPTIONS, RUN_LEVEL_OPTIONS, validate_group
@@ -124,11 +125,15 @@ def _check_groups(groups: Sequence[Mapping[str, Any]], saved_groups: Sequence[Ma
             )
         written = saved.get("algorithm")
         if written != group["algorithm"]:
+            remedy = "Use the same algorithm, or convert the checkpoint with dmuown.convert_optimizer_state"
+            if not is_registered(str(written)):
+                source = saved.get("algorithm_source")
+                remedy = f"Import {source or 'the package that registers it'}, and use it in this group"
             first = (saved.get("param_names") or group.get("param_names") or saved["params"] or ["no parameters"])[0]
             raise CheckpointError(
                 f"param group {index} ({first}, ...)",
                 f"the checkpoint was written by algorithm {written!r}, this group runs {group['algorithm']!r}",
-                "Use the same algorithm, or convert the checkpoint with dmuown.convert_optimizer_state",
+                remedy,
             )
 
 

@@ -26,10 +26,12 @@ from dmuown.engine.info import generation_of
 from dmuown.engine.layout import local_tensor
 from dmuown.engine.options import check_names, complete_group, prefer_aliases
 from dmuown.engine.plan import Bucket
-from dmuown.engine.planning import Chunk, Plan, make_plan
+from dmuown.engine.planning import OFFLOAD_BATCH_SIZE, Chunk, Plan, load_elementwise, make_plan
 from dmuown.engine.records import ParamRecord, make_records, named_tensors
+from dmuown.engine.whole import update_whole
 from dmuown.errors import OptionError, OptionTypeError, ParameterError
 from dmuown.state.allocate import allocate, allocate_rows
+from dmuown.state.working import WorkingSet, compute_device, finish_copies
 
 logger = logging.getLogger(__name__)
 
@@ -175,13 +177,20 @@ class MuonEngine(_MuonBase):
         """Return a parameter's state, allocated whole as its algorithm declares it (Dion's hook)."""
         state: dict[str, Any] = self.state[param]
         record = self._record_of[param]
-        missing = record.algorithm.state_spec.keys() - state.keys()
-        for key, spec in record.algorithm.state_spec.items():
+        missing = record.state_spec.keys() - state.keys()
+        for key, spec in record.state_spec.items():
             if key in missing:
                 # AdamW's fused kernel reads the step on the parameter's device; elsewhere the host does.
                 on_host = spec.like == "scalar" and isinstance(record.algorithm, MuonAlgorithm)
                 device = torch.device("cpu") if on_host else local_tensor(param).device
-                state[key] = allocate(spec, param, _row_allocator(record), device)
+                state[key] = allocate(
+                    spec,
+                    param,
+                    _row_allocator(record),
+                    device,
+                    name=f"{record.name}.{key}",
+                    options=self.param_groups[record.group_index],
+                )
         return state
 
     # ------------------------------------------------------------------ the step
@@ -218,6 +227,7 @@ class MuonEngine(_MuonBase):
             for self._part in plan.parts:
                 tasks = self._create_tasks(last=self._part is plan.parts[-1])
                 AsyncRuntime(tasks, max_concurrent_tasks=MAX_CONCURRENT_TASKS).run()
+            finish_copies()
         finally:
             self._gradients, self._part = {}, []
         return loss
@@ -256,32 +266,43 @@ class MuonEngine(_MuonBase):
     def _update_matrices(self, chunk: Chunk) -> Generator[None, None, None]:
         """The sentence: one bucket, or as much of it as `batch_size` allows."""
         algorithm = chunk.algorithm
-        batch = chunk.batch(self.state, self._gradients)
+        if algorithm.updates_whole_tensors():
+            yield from update_whole(chunk, self.state, self._gradients)
+            self.orthogonalized += len(chunk) * max(1, len(chunk.bucket.blocks))
+            return
+        working = chunk.working_set()
+        batch = chunk.batch(self.state, self._gradients, working)
+        if working.in_flight:
+            yield  # state is on its way from the host: let other tasks compute
+        working.wait()
         gradient = yield from algorithm.prepare_gradient(batch)
+        batch.check_returned(algorithm.name, "prepare_gradient", gradient)
         momentum = algorithm.update_momentum(batch, gradient)
+        batch.check_returned(algorithm.name, "update_momentum", momentum)
         del gradient
         update = yield from orthogonalize(chunk.bucket, chunk.selected, momentum, self.exchange_count)
         del momentum
         update = yield from algorithm.shape_update(batch, update)
+        batch.check_returned(algorithm.name, "shape_update", update)
         yield from algorithm.apply(batch, update)
+        working.store()
         self.orthogonalized += len(chunk) * max(1, len(chunk.bucket.blocks))
 
     def _update_elements(self, records: list[ParamRecord], group: dict[str, Any]) -> Generator[None, None, None]:
         algorithm = records[0].algorithm
         assert isinstance(algorithm, ElementwiseAlgorithm)
         stepping = [record for record in records if record.param in self._gradients]
-        if stepping:
-            algorithm.update(
-                [local_tensor(record.param) for record in stepping],
-                [self._gradients[record.param] for record in stepping],
-                {
-                    key: [local_tensor(self.state[record.param][key]) for record in stepping]
-                    for key in algorithm.state_spec
-                },
-                group,
-            )
-        return
-        yield
+        size = OFFLOAD_BATCH_SIZE if group["offload_state"] else max(1, len(stepping))
+        for start in range(0, len(stepping), size):
+            part = stepping[start : start + size]
+            working = WorkingSet(compute_device(local_tensor(part[0].param), group))
+            weights, state = load_elementwise(algorithm, [record.param for record in part], self.state, group, working)
+            gradients = [working.read(self._gradients[record.param]) for record in part]
+            if working.in_flight:
+                yield
+            working.wait()
+            algorithm.update(weights, gradients, state, group)
+            working.store()
 
     # ------------------------------------------------------------------ magnitudes
 

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dmuown.algorithms import MatrixBatch, MuonAlgorithm
+from dmuown.algorithms import DeclaredState, ElementwiseAlgorithm, MatrixBatch, MuonAlgorithm
 from dmuown.engine.agreement import first_difference
 from dmuown.engine.groups import audience_of, audiences, control_group, mesh_group
 from dmuown.engine.layout import local_tensor
@@ -18,6 +19,12 @@ from dmuown.engine.plan import Bucket, assign_owners, make_bucket
 from dmuown.engine.records import ParamRecord
 from dmuown.errors import PlanMismatchError
 from dmuown.orthogonalize import resolve_orthogonalizer
+from dmuown.state.lowbit import is_low_bit
+from dmuown.state.spec import MASTER_WEIGHT
+from dmuown.state.working import WorkingSet, compute_device
+
+#: Matrices at once where state comes from the host and the group sets no `batch_size`.
+OFFLOAD_BATCH_SIZE = 16
 
 State = Mapping[Tensor, Mapping[str, Any]]
 
@@ -42,13 +49,30 @@ class Chunk:
         """Logical matrices in it, fused blocks not counted singly."""
         return len(self.selected) * self.bucket.units_per_param
 
-    def batch(self, state: State, gradients: Mapping[Tensor, Tensor]) -> MatrixBatch:
-        """View the chunk's parameters, gradients and state as logical matrices."""
+    @property
+    def params(self) -> list[Tensor]:
+        """The parameters that step."""
+        return [self.bucket.params[index] for index in self.selected]
+
+    def working_set(self) -> WorkingSet:
+        """An empty working set on the device that computes."""
+        return WorkingSet(compute_device(local_tensor(self.bucket.params[0]), self.group))
+
+    def batch(self, state: State, gradients: Mapping[Tensor, Tensor], working: WorkingSet) -> MatrixBatch:
+        """Load the chunk's parameters, gradients and state as logical matrices.
+
+        Args:
+            state: The optimizer's state.
+            gradients: Local gradients of the parameters that step.
+            working: Holds copies of what is not worked on in place; the caller stores it afterwards.
+        """
         bucket, layout = self.bucket, self.bucket.layout
-        params = [bucket.params[index] for index in self.selected]
+        params = self.params
         views: dict[str, list[Tensor]] = {}
         for key, spec in self.algorithm.state_spec.items():
             tensors = [local_tensor(state[param][key]) for param in params]
+            if spec.like != "scalar":
+                tensors = [working.load(tensor) for tensor in tensors]
             if spec.like == "grad":
                 tensors = [layout.logical(tensor) for tensor in tensors]
             elif spec.like == "grad_rows":
@@ -56,17 +80,55 @@ class Chunk:
             views[key] = tensors
         return MatrixBatch(
             names=[bucket.names[index] for index in self.selected],
-            weights=[layout.logical(local_tensor(param).detach()) for param in params],
-            gradients=[layout.logical(gradients[param].detach().contiguous()) for param in params],
-            state=views,
+            weights=[layout.logical(load_weight(param, state[param], self.group, working)) for param in params],
+            gradients=[layout.logical(working.read(gradients[param].detach().contiguous())) for param in params],
+            state=DeclaredState(self.algorithm.name, views),
             options=self.group,
             m=layout.m,
             n=layout.n,
             block_rows=bucket.block_row_counts,
-            block_of_row=bucket.block_of_row,
+            block_of_row=None if bucket.block_of_row is None else working.read(bucket.block_of_row),
             input_group=bucket.input_group,
             output_group=bucket.output_group,
         )
+
+
+def load_weight(param: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], working: WorkingSet) -> Tensor:
+    """The local weight to work on: the parameter itself, its fp32 master, or a copy on the compute device."""
+    local = local_tensor(param).detach()
+    if MASTER_WEIGHT in state:
+        master = working.load(local_tensor(state[MASTER_WEIGHT]))
+        working.mirror(local, master)
+        return master
+    stochastic = group["stochastic_rounding"] and local.dtype == torch.bfloat16
+    return working.load(local, dtype=torch.float32 if stochastic else None, stochastic=stochastic)
+
+
+def load_elementwise(
+    algorithm: ElementwiseAlgorithm,
+    params: Sequence[Tensor],
+    state: State,
+    group: Mapping[str, Any],
+    working: WorkingSet,
+) -> tuple[list[Tensor], DeclaredState[list[Tensor]]]:
+    """Local weights and state of one device and dtype, which is what fused kernels take.
+
+    Where storage dtypes differ (16-bit weights with fp32 state), the step works in the wider one.
+    """
+    weights = [load_weight(param, state[param], group, working) for param in params]
+    buffers = [key for key, spec in algorithm.state_spec.items() if spec.like == "grad"]
+    dtype = weights[0].dtype
+    for stored in (local_tensor(state[param][key]) for param in params for key in buffers):
+        if not is_low_bit(stored):
+            dtype = torch.promote_types(dtype, stored.dtype)
+    weights = [working.load(weight, dtype=dtype) for weight in weights]
+    values = {
+        key: [
+            working.load(local_tensor(state[param][key]), dtype=dtype if key in buffers else None) for param in params
+        ]
+        for key in algorithm.state_spec
+    }
+    return weights, DeclaredState(algorithm.name, values)
 
 
 @dataclass
@@ -97,6 +159,10 @@ class Plan:
             if not selected or bucket.is_empty:
                 continue
             limit = group["batch_size"]
+            if limit is None and group["offload_state"]:
+                limit = OFFLOAD_BATCH_SIZE
+            if group["foreach"] is False:
+                limit = 1
             size = len(selected) if limit is None else max(1, limit // max(1, bucket.units_per_param))
             algorithm = self.algorithm_of(bucket)
             for start in range(0, len(selected), size):
@@ -155,7 +221,7 @@ def make_plan(
                 [record.name for record in part],
                 first.layout,
                 first.blocks,
-                resolve_orthogonalizer(options, local_tensor(first.param).device),
+                resolve_orthogonalizer(options, compute_device(local_tensor(first.param), options)),
             )
         )
     buckets.sort(key=lambda bucket: -bucket.flops_per_unit * len(bucket.params))

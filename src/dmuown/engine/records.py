@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from dmuown.algorithms import Algorithm, MuonAlgorithm, get_algorithm
 from dmuown.engine.layout import MatrixLayout
 from dmuown.errors import LayoutError, OptionError, OptionTypeError, ParameterError
 from dmuown.orthogonalize import Blocks, blocks_from_heads, blocks_from_split_sizes, interleaved_blocks
+from dmuown.state import BufferSpec
+from dmuown.state.spec import MASTER, MASTER_WEIGHT
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -29,6 +31,7 @@ class ParamRecord:
         algorithm: Its algorithm.
         layout: Where its matrices lie; None for elementwise algorithms.
         blocks: Row blocks of a fused weight; () for one block.
+        state_spec: The state it has: its algorithm's, and a master weight where the group asks for one.
     """
 
     param: Tensor
@@ -37,6 +40,7 @@ class ParamRecord:
     algorithm: Algorithm
     layout: MatrixLayout | None = None
     blocks: Blocks = ()
+    state_spec: Mapping[str, BufferSpec] = field(default_factory=dict)
 
 
 def named_tensors(params: Any, where: str) -> tuple[list[Tensor], list[str] | None]:
@@ -83,10 +87,16 @@ def make_records(
     for position, tensor in enumerate(tensors):
         name = names[position] if names else f"param group {group_index}, parameter {position}"
         _check_tensor(tensor, name)
-        record = ParamRecord(tensor, name, group_index, algorithm)
+        record = ParamRecord(tensor, name, group_index, algorithm, state_spec=_state_spec(algorithm, tensor, group))
         if isinstance(algorithm, MuonAlgorithm):
             record.layout = MatrixLayout(tensor, name, transposed=group["matrix_transposed"], flatten=group["flatten"])
             record.blocks = _blocks(record.layout, group, name)
+            if algorithm.updates_whole_tensors() and record.layout.flatten and record.layout.col_dims:
+                raise LayoutError(
+                    name,
+                    f"flatten with placements {record.layout.placements} suits no algorithm in the whole-tensor form",
+                    "Shard the first axis, or write the algorithm as the two halves around orthogonalization",
+                )
         elif isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
             raise LayoutError(
                 name,
@@ -95,6 +105,12 @@ def make_records(
             )
         records.append(record)
     return records
+
+
+def _state_spec(algorithm: Algorithm, tensor: Tensor, group: Mapping[str, Any]) -> Mapping[str, BufferSpec]:
+    if group["master_weights"] and tensor.dtype in (torch.bfloat16, torch.float16):
+        return {**algorithm.state_spec, MASTER_WEIGHT: MASTER}
+    return algorithm.state_spec
 
 
 def _check_tensor(tensor: Tensor, name: str) -> None:

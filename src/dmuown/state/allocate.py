@@ -26,15 +26,11 @@ def allocate_like_grad(param: Tensor, dtype: torch.dtype, device: torch.device |
         device: Where they live; None for where the parameter does. On the host beside an accelerator they
             are pinned, so that copies overlap with computation.
     """
-    pinned = device is not None and device.type == "cpu" and torch.cuda.is_available()
-    return torch.zeros_like(
-        param,
-        dtype=dtype,
-        requires_grad=False,
-        memory_format=torch.contiguous_format,
-        **({} if device is None else {"device": device}),
-        **({"pin_memory": True} if pinned else {}),
-    )
+    elsewhere: dict[str, Any] = {} if device is None else {"device": device}
+    if device is not None and device.type == "cpu" and torch.cuda.is_available():
+        elsewhere["pin_memory"] = True
+    contiguous = torch.contiguous_format
+    return torch.zeros_like(param, dtype=dtype, requires_grad=False, memory_format=contiguous, **elsewhere)
 
 
 def allocate_rows(

@@ -64,7 +64,7 @@ def block_size_for(param: Tensor, precision: str) -> int | None:
 
 
 def zeros_like(param: Tensor, precision: str, *, signed: bool, device: torch.device) -> Tensor | None:
-    """Low-bit zeros of a parameter's shape and placements, on `device`; None where its shards do not divide into blocks.
+    """Low-bit zeros of a parameter's shape and placements; None where its shards do not divide into blocks.
 
     Args:
         param: Tensor or DTensor.
@@ -96,7 +96,8 @@ def zeros_like(param: Tensor, precision: str, *, signed: bool, device: torch.dev
 def dequantize(stored: Tensor, dtype: torch.dtype) -> Tensor:
     """A plain tensor of a low-bit one's values; for a DTensor, its local part's."""
     local: Any = stored._local_tensor if isinstance(stored, DTensor) else stored
-    return local.dequantize().to(dtype).view(local.shape)
+    values: Tensor = local.dequantize()
+    return values.to(dtype).view(local.shape)
 
 
 def storage_bytes(stored: Tensor) -> int:
