@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -229,10 +230,8 @@ def _merged_group(group: Mapping[str, Any], saved: Mapping[str, Any], where: str
                 f"is {saved[key]!r} in the checkpoint and {group.get(key)!r} here",
                 "Configure the group as it was saved",
             )
-    try:
+    with _as_checkpoint_error():
         validate_group(merged, where)
-    except DmuownError as error:
-        raise CheckpointError(error.subject, f"in the checkpoint: {error.rule}", error.remedy) from error
     return {key: merged[key] for key in values}
 
 
@@ -252,9 +251,19 @@ def _plan_changes(groups: Sequence[Mapping[str, Any]], merged: Sequence[Mapping[
     changed = False
     for index, (group, values) in enumerate(zip(groups, merged, strict=True)):
         if any(key in MATRIX_OPTIONS and _plain(value) != _plain(group.get(key)) for key, value in values.items()):
-            make_records(group["params"], group.get("param_names"), {**group, **values}, index)
+            with _as_checkpoint_error():
+                make_records(group["params"], group.get("param_names"), {**group, **values}, index)
             changed = True
     return changed
+
+
+@contextmanager
+def _as_checkpoint_error() -> Iterator[None]:
+    """Say of an error in options that it comes from the checkpoint."""
+    try:
+        yield
+    except DmuownError as error:
+        raise CheckpointError(error.subject, f"in the checkpoint: {error.rule}", error.remedy) from error
 
 
 def _plain(value: Any) -> Any:

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from dmuown.algorithms import ElementwiseAlgorithm, MuonAlgorithm
+from dmuown.algorithms import ElementwiseAlgorithm, MuonAlgorithm, fused
 from dmuown.engine import loading, rows
 from dmuown.engine.base import AsyncRuntime, AsyncTask, _MuonBase
-from dmuown.engine.exchange import ExchangeCount, orthogonalize
+from dmuown.engine.exchange import ExchangeCount, orthogonalize, wire_dtype
 from dmuown.engine.gradients import NonFinite, collect_gradients
 from dmuown.engine.info import generation_of
 from dmuown.engine.layout import local_tensor
@@ -91,6 +91,11 @@ class MuonEngine(_MuonBase):
         self._rows_unverified = True
         self.exchange_count = ExchangeCount()
         self.orthogonalized = 0
+        if isinstance(params, torch.nn.Module):
+            from dmuown.ownership.groups import dedicated_param_groups
+
+            # A dedicated model: this rank steps what it owns, whole matrices and shards alike.
+            params = dedicated_param_groups(params, algorithm=str(self._class_defaults["algorithm"]))
         groups = _as_groups(params)
         probe = {"params": [], **self._class_defaults}
         complete_group(probe, type(self).__name__, self._class_defaults)
@@ -150,6 +155,11 @@ class MuonEngine(_MuonBase):
             self._make_plan()
             rows.initialize(self._plan_now(), self.state, {record.param for record in records})
 
+    @property
+    def records(self) -> list[ParamRecord]:
+        """The parameters in the order of the groups: name, algorithm, layout."""
+        return list(self._records)
+
     def _forget(self, records: list[ParamRecord]) -> None:
         for record in records:
             self._records.remove(record)
@@ -158,11 +168,6 @@ class MuonEngine(_MuonBase):
     def _check_unused(self, records: Iterable[ParamRecord]) -> None:
         seen = dict(self._record_of)
         for record in records:
-    @property
-    def records(self) -> list[ParamRecord]:
-        """The parameters in the order of the groups: name, algorithm, layout."""
-        return list(self._records)
-
             if record.param in seen:
                 other = seen[record.param]
                 raise ParameterError(
@@ -175,8 +180,10 @@ class MuonEngine(_MuonBase):
     @torch.no_grad()
     def _get_or_initialize_state(self, param: Tensor, algo: str) -> dict[str, Any]:
         """Return a parameter's state, allocated whole as its algorithm declares it (Dion's hook)."""
+        record = self._record_of.get(param)
+        if record is None:
+            return {}  # a dedicated parameter of another rank
         state: dict[str, Any] = self.state[param]
-        record = self._record_of[param]
         missing = record.state_spec.keys() - state.keys()
         for key, spec in record.state_spec.items():
             if key in missing:
@@ -275,16 +282,19 @@ class MuonEngine(_MuonBase):
         if working.in_flight:
             yield  # state is on its way from the host: let other tasks compute
         working.wait()
-        gradient = yield from algorithm.prepare_gradient(batch)
-        batch.check_returned(algorithm.name, "prepare_gradient", gradient)
-        momentum = algorithm.update_momentum(batch, gradient)
-        batch.check_returned(algorithm.name, "update_momentum", momentum)
-        del gradient
+        momentum = fused.before(algorithm, batch, wire_dtype(chunk.bucket.orthogonalizer.dtype))
+        if momentum is None:
+            gradient = yield from algorithm.prepare_gradient(batch)
+            batch.check_returned(algorithm.name, "prepare_gradient", gradient)
+            momentum = algorithm.update_momentum(batch, gradient)
+            batch.check_returned(algorithm.name, "update_momentum", momentum)
+            del gradient
         update = yield from orthogonalize(chunk.bucket, chunk.selected, momentum, self.exchange_count)
         del momentum
-        update = yield from algorithm.shape_update(batch, update)
-        batch.check_returned(algorithm.name, "shape_update", update)
-        yield from algorithm.apply(batch, update)
+        if not fused.after(algorithm, batch, update):
+            update = yield from algorithm.shape_update(batch, update)
+            batch.check_returned(algorithm.name, "shape_update", update)
+            yield from algorithm.apply(batch, update)
         working.store()
         self.orthogonalized += len(chunk) * max(1, len(chunk.bucket.blocks))
 
@@ -387,12 +397,12 @@ class MuonEngine(_MuonBase):
         super().__setstate__(state)
         self._complete = True
         self._gradients, self._part = {}, []
-        self.__dict__.setdefault("exchange_count", ExchangeCount())
-        self.__dict__.setdefault("orthogonalized", 0)
-
         # The plan waits until it is needed: making it is collective.
         self._plan = None
         self._rebuild_records()
+        self.__dict__.setdefault("exchange_count", ExchangeCount())
+        self.__dict__.setdefault("orthogonalized", 0)
+
 
 def _warn_of_narrow_storage(records: Iterable[ParamRecord]) -> None:
     """Magnitudes learn in steps that 16-bit weights round away; say so once."""

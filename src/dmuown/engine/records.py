@@ -14,6 +14,7 @@ from dmuown.algorithms import Algorithm, MuonAlgorithm, get_algorithm
 from dmuown.engine.layout import MatrixLayout
 from dmuown.errors import LayoutError, OptionError, OptionTypeError, ParameterError
 from dmuown.orthogonalize import Blocks, blocks_from_heads, blocks_from_split_sizes, interleaved_blocks
+from dmuown.ownership.away import AwayParameter
 from dmuown.state import BufferSpec
 from dmuown.state.spec import MASTER, MASTER_WEIGHT
 
@@ -85,6 +86,8 @@ def make_records(
     algorithm = get_algorithm(group["algorithm"])
     records = []
     for position, tensor in enumerate(tensors):
+        if isinstance(tensor, AwayParameter):
+            continue  # another rank owns it: that one holds its state and steps it
         name = names[position] if names else f"param group {group_index}, parameter {position}"
         _check_tensor(tensor, name)
         record = ParamRecord(tensor, name, group_index, algorithm, state_spec=_state_spec(algorithm, tensor, group))
