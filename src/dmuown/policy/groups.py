@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from dmuown.errors import OptionError, OptionTypeError, ParameterError
+from dmuown.errors import OptionError, OptionTypeError, OwnershipError, ParameterError
 from dmuown.policy.names import canonical_name, nearest
 from dmuown.policy.resolve import ROUTES, Resolution, ResolvedRoute, check_vectors, resolve_routes
 from dmuown.policy.roles import parameter_roles
@@ -21,6 +21,7 @@ from dmuown.policy.roles import parameter_roles
 if TYPE_CHECKING:
     from dmuown.policy.schema import ParamPolicy
 
+_RESOLUTION = "_dmuown_resolution"
 # Keys by which a user's group overrides the policy for all its parameters.
 OVERRIDE_KEYS = ("dmuon_route", "dmuon_optimizer", "matrix_optimizer")
 
@@ -68,13 +69,29 @@ def policy_param_groups(
 
     Raises:
         OptionError, ParameterError: The policy is bad, or leaves a vector on `muon`.
+        OwnershipError: The model is dedicated: its policy is decided.
     """
     params = {name: param for name, param in model_parameters(model).items() if param.requires_grad}
-    routes = resolve_model(model, policy, params=params).routes
+    for name, param in params.items():
+        if hasattr(param, "_dmuown_record"):
+            raise OwnershipError(
+                name,
+                "is dedicated already, with the policy that was given then",
+                "Pass the policy to dedicate_params, and the model itself to the optimizer",
+            )
+    resolution = resolve_model(model, policy, params=params)
+    vars(model)[_RESOLUTION] = resolution
+    routes = resolution.routes
     names = {id(param): name for name, param in params.items()}
     if groups is None:
         groups = [{"params": list(params.values())}]
     return split_groups_by_route(groups, names=names, routes=routes, algorithm=algorithm)
+
+
+def model_resolution(model: nn.Module) -> Resolution | None:
+    """Return what `policy_param_groups` last decided for a model, for summaries; None if it did not."""
+    found = vars(model).get(_RESOLUTION)
+    return found if isinstance(found, Resolution) else None
 
 
 def split_groups_by_route(

@@ -130,7 +130,7 @@ def resolve_routes(
         resolution = Resolution({name: ResolvedRoute(role=roles.get(name)) for name in params})
     dims = {name: len((shapes or {}).get(name, param.shape)) for name, param in params.items()}
     check_vectors({name: dims[name] for name, route in resolution.routes.items() if route.route == "muon"})
-    resolution.warnings += _too_broad(params, resolution.routes)
+    resolution.warnings += broad_routes(params, resolution.routes)
     return resolution
 
 
@@ -221,7 +221,8 @@ def _selectors(override: Any) -> str:
     )
 
 
-def _too_broad(params: Mapping[str, Tensor], routes: Mapping[str, ResolvedRoute]) -> list[str]:
+def broad_routes(params: Mapping[str, Tensor], routes: Mapping[str, ResolvedRoute]) -> list[str]:
+    """Return a warning if hundreds of small tensors are on `sharded_adamw`."""
     small = [
         name for name, route in routes.items() if route.route == "sharded_adamw" and params[name].numel() < _SMALL_NUMEL
     ]
