@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from dmuown.checkpoint.flat import unflatten
 from dmuown.checkpoint.names import parameter_fqns
 from dmuown.engine.layout import local_part, local_tensor
+from dmuown.engine.matching import resolve_name
 from dmuown.engine.optimizer import MuonEngine
-from dmuown.policy.names import canonical_name
 
 
 def broadcast_optimizer_state(
@@ -44,7 +44,7 @@ def broadcast_optimizer_state(
     buffers = {fqn: _buffers_of(optimizers, param) for fqn, param in params.items()}
     state: dict[str, dict[str, Any]] = {}
     for fqn, key, form in outline["state"]:
-        name = canonical_name(fqn)
+        name = resolve_name(fqn, params)
         received = state.setdefault(fqn, {})
         if not isinstance(form, _Form):
             received[key] = form

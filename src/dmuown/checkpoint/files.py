@@ -33,9 +33,9 @@ from dmuown.checkpoint.state_dicts import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from dmuown.engine.matching import resolve_name
 from dmuown.engine.state_version import STATE_VERSION
 from dmuown.errors import CheckpointError
-from dmuown.policy.names import canonical_name
 
 _MODEL, _OPTIMIZER, _EXTRA = "model", "optimizer", "extra.pt"
 
@@ -126,6 +126,7 @@ def load_checkpoint(
     folder = _checked_folder(folder, require_complete)
     optimizers = as_optimizers(optimizers)
     archive = Archive(folder)
+    extra = load_plain(folder / _EXTRA, str(folder / _EXTRA)) if (folder / _EXTRA).exists() else {}
     targets: dict[str, Tensor] = {}
     model_state: dict[str, Any] = {}
     if model is not None:
@@ -145,17 +146,17 @@ def load_checkpoint(
         current = all(group.get("state_version") == STATE_VERSION for group in ours)
         for fqn, buffers in outline["state"].items():
             # State of an older version is read as it is, whole, and then upgraded.
-            aims = live.get(canonical_name(fqn), {}) if current else {}
-            if canonical_name(fqn) not in live:
+            known = live.get(resolve_name(fqn, live))
+            if known is None:
                 continue  # a dedicated parameter of another rank
+            aims = known if current else {}
             optimizer_state[fqn] = _aim(archive, names[fqn], buffers, aims, targets)
     archive.read(targets, process_group)
     if model is not None:
         set_model_state_dict(model, model_state)
     if model is not None and optimizers:
         set_optimizer_state_dict(model, optimizers, {"state": optimizer_state, "param_groups": outline["param_groups"]})
-    extra = folder / _EXTRA
-    return dict(load_plain(extra.open("rb"), str(extra))) if extra.exists() else {}
+    return dict(extra)
 
 
 def read_checkpoint(folder: str | Path, *, require_complete: bool = True) -> dict[str, Any]:
@@ -192,7 +193,7 @@ def _aim(
     aimed = {}
     for key, value in outline.items():
         if isinstance(value, Tensor):
-            place = live.get(key, live.get(canonical_name(key)))
+            place = live.get(resolve_name(key, live))
             value = targets[names[key]] = place if isinstance(place, Tensor) else archive.new(names[key])
         aimed[key] = value
     return aimed

@@ -17,10 +17,12 @@ def flatten(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in buffers.items():
             flat[f"{_STATE}{fqn}.{key}"] = value
     for group in state_dict["param_groups"]:
-        for fqn in group["params"]:
-            for key, value in group.items():
-                # Every parameter would repeat the names of its whole group.
-                if key not in ("params", "param_names"):
+        # torch's loader asks for the names; each parameter brings its own, not those of its whole group.
+        names = group.get("param_names", ())
+        for index, fqn in enumerate(group["params"]):
+            own = {"param_names": [names[index]]} if names else {}
+            for key, value in {**group, **own}.items():
+                if key != "params":
                     flat[f"{_GROUPS}{fqn}.{key}"] = value
     return flat
 

@@ -9,7 +9,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from dmuown.errors import ParameterError
-from dmuown.policy.names import canonical_name
+from dmuown.policy.names import without_wrappers
 
 
 def canonical_fqn(model: nn.Module, name: str) -> str:
@@ -29,7 +29,7 @@ def canonical_fqn(model: nn.Module, name: str) -> str:
         if not (part == "module" and isinstance(module, (DistributedDataParallel, DataParallel))):
             kept.append(part)
         module = module._modules.get(part) if module is not None else None
-    return canonical_name(".".join(kept))
+    return without_wrappers(".".join(kept))
 
 
 def parameter_fqns(model: nn.Module) -> dict[Tensor, str]:

@@ -28,10 +28,10 @@ from dmuown.checkpoint.entries import optimizer_entries
 from dmuown.checkpoint.flat import flatten, unflatten
 from dmuown.checkpoint.names import as_optimizers, optimizer_fqns
 from dmuown.engine import loading
-from dmuown.engine.matching import regroup, saved_params
+from dmuown.engine.matching import regroup, resolve_name, saved_params
 from dmuown.engine.optimizer import MuonEngine
 from dmuown.errors import CheckpointError
-from dmuown.policy.names import canonical_name, nearest
+from dmuown.policy.names import nearest, without_wrappers
 
 
 def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None = None) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None =
         Live tensors (DTensors with their placements), or whole copies with `full_state_dict`.
     """
     state_dict = torch_state_dict.get_model_state_dict(model, options=options)
-    return {canonical_name(name): value for name, value in state_dict.items()}
+    return {without_wrappers(name): value for name, value in state_dict.items()}
 
 
 def set_model_state_dict(
@@ -68,9 +68,14 @@ def set_model_state_dict(
         CheckpointError: A missing or extra name, or a wrong shape (with `strict`, the default).
     """
     options = options or StateDictOptions()
-    saved = {canonical_name(name): value for name, value in model_state_dict.items()}
-    if not options.broadcast_from_rank0 and saved:
-        check_model_state(model, saved, strict=options.strict)
+    if not options.broadcast_from_rank0 and model_state_dict:
+        check_model_state(model, model_state_dict, strict=options.strict)
+    # torch's own names of the same entries; they keep a wrapper's component where wrappers are nested.
+    torch_names = {without_wrappers(name): name for name in torch_state_dict.get_model_state_dict(model)}
+    saved = {}
+    for name, value in model_state_dict.items():
+        resolved = resolve_name(name, torch_names)
+        saved[torch_names.get(resolved, resolved)] = value
     return torch_state_dict.set_model_state_dict(model, saved, options=options)
 
 
@@ -81,7 +86,7 @@ def check_model_state(model: nn.Module, saved: Mapping[str, Any], *, strict: boo
         CheckpointError: See `set_model_state_dict`.
     """
     expected = get_model_state_dict(model)
-    saved = {canonical_name(name): value for name, value in saved.items()}
+    saved = {resolve_name(name, expected): value for name, value in saved.items()}
     if strict:
         for name in sorted(expected.keys() - saved.keys()):
             raise CheckpointError(name, "is not in the checkpoint", nearest(name, saved) if saved else "")
@@ -105,7 +110,7 @@ def get_optimizer_state_dict(
         optimizers: This package's, or any of torch's beside them.
         options: As torch's. `full_state_dict` gathers buffer by buffer (collective), with `cpu_offload`
             onto rank 0 alone, the others getting an empty dict; `flatten_optimizer_state_dict` returns one
-            level of keys (`state.<fqn>.<buffer>`, `param_groups.<fqn>.<option>`), without `param_names`.
+            level of keys (`state.<fqn>.<buffer>`, `param_groups.<fqn>.<option>`).
 
     Returns:
         `{"state": {fqn: {buffer: tensor}}, "param_groups": [{"params": [fqn, ...], option: value}]}`, of
@@ -120,9 +125,9 @@ def get_optimizer_state_dict(
     for optimizer in as_optimizers(optimizers):
         if not isinstance(optimizer, MuonEngine):
             other: Any = torch_state_dict.get_optimizer_state_dict(model, optimizer)
-            state.update({canonical_name(fqn): dict(buffers) for fqn, buffers in other["state"].items()})
+            state.update({without_wrappers(fqn): dict(buffers) for fqn, buffers in other["state"].items()})
             for group in other["param_groups"]:
-                groups.append({**group, "params": [canonical_name(fqn) for fqn in group["params"]]})
+                groups.append({**group, "params": [without_wrappers(fqn) for fqn in group["params"]]})
             continue
         for entry in optimizer_entries(model, optimizer):
             state.setdefault(entry.fqn, {})[entry.key] = entry.value
@@ -201,13 +206,13 @@ def _parts(
     model: nn.Module, optimizers: list[Optimizer], nested: Mapping[str, Any], strict: bool
 ) -> list[dict[str, Any]]:
     """Cut a state dict of names into one of positions per optimizer."""
-    saved = saved_params(nested) if nested else {}
+    names = [optimizer_fqns(model, optimizer) for optimizer in optimizers]
+    known = {name for optimizer_names in names for group in optimizer_names for name in group}
+    saved = saved_params(nested, known) if nested else {}
     if saved is None:
         raise CheckpointError(
             "optim_state_dict", "has no parameter names", "Load it with optimizer.load_state_dict, by position"
         )
-    names = [optimizer_fqns(model, optimizer) for optimizer in optimizers]
-    known = {name for optimizer_names in names for group in optimizer_names for name in group}
     for name in sorted(saved.keys() - known) if strict else ():
         raise CheckpointError(
             name,

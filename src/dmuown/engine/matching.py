@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from dmuown.errors import CheckpointError
-from dmuown.policy.names import canonical_name, nearest
+from dmuown.policy.names import nearest, without_wrappers
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,34 @@ def match_by_name(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, 
     Raises:
         CheckpointError: Some names match and others are missing or too many.
     """
-    live = [group.get("param_names") for group in groups]
-    saved = saved_params(state_dict)
-    if saved is None or any(names is None for names in live):
+    if any("param_names" not in group for group in groups):
         return dict(state_dict)
-    canonical = [[canonical_name(name) for name in names] for names in live if names is not None]
-    if not saved.keys() & {name for names in canonical for name in names}:
+    live = [[without_wrappers(name) for name in group["param_names"]] for group in groups]
+    known = {name for names in live for name in names}
+    saved = saved_params(state_dict, known)
+    if saved is None or not saved.keys() & known:
         return dict(state_dict)
-    return regroup(canonical, saved, state_dict)
+    return regroup(live, saved, state_dict)
 
 
-def saved_params(state_dict: Mapping[str, Any]) -> dict[str, SavedParam] | None:
+def resolve_name(name: str, known: Collection[str]) -> str:
+    """Return which of the known names a saved one is, or the saved one without wrappers' components.
+
+    `module`, which DDP inserts at the front and a model may have too, decides only where nothing else does.
+    """
+    bare = without_wrappers(name)
+    for candidate in (bare, bare.removeprefix("module."), f"module.{bare}"):
+        if candidate in known:
+            return candidate
+    return bare
+
+
+def saved_params(state_dict: Mapping[str, Any], known: Collection[str]) -> dict[str, SavedParam] | None:
     """Return the parameters of a state dict by canonical name; None if they have no names.
+
+    Args:
+        state_dict: With keys `state` and `param_groups`.
+        known: Canonical names to resolve the saved ones to.
 
     Raises:
         CheckpointError: Two parameters of one name.
@@ -52,7 +68,7 @@ def saved_params(state_dict: Mapping[str, Any]) -> dict[str, SavedParam] | None:
         if names is None or len(names) != len(ids):
             return None
         for name, key in zip(names, ids, strict=True):
-            canonical = canonical_name(str(name))
+            canonical = resolve_name(str(name), known)
             if canonical in found:
                 raise CheckpointError(canonical, "appears twice in the checkpoint's groups")
             found[canonical] = SavedParam(key, index)

@@ -13,10 +13,15 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 def canonical_name(name: str) -> str:
     """Return `name` without the components that wrappers inserted: `module.layers.0._orig_mod.w` -> `layers.0.w`."""
-    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    parts = without_wrappers(name).split(".")
     while len(parts) > 1 and parts[0] == "module":
         parts.pop(0)
     return ".".join(parts)
+
+
+def without_wrappers(name: str) -> str:
+    """Return `name` without the components that only wrappers have; `module` is kept, which a model may have too."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from dmuown.engine.matching import saved_params
 from dmuown.engine.optimizer import MuonEngine
 from dmuown.engine.records import ParamRecord
 from dmuown.errors import CheckpointError
-from dmuown.policy.names import canonical_name, nearest
+from dmuown.policy.names import nearest, without_wrappers
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ def targets_of(model_or_optimizer: nn.Module | MuonEngine, state_dict: Mapping[s
     Raises:
         CheckpointError: A parameter that is missing on one side, or no names where a model was given.
     """
-    saved = saved_params(state_dict)
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     if isinstance(model_or_optimizer, MuonEngine):
         targets = _of_optimizer(model_or_optimizer)
-        named = {canonical_name(target.name): target for target in targets}
+        named = {without_wrappers(target.name): target for target in targets}
+        saved = saved_params(state_dict, named)
         if saved is None or not saved.keys() & named.keys():
             if len(keys) != len(targets):
                 raise CheckpointError(
@@ -55,12 +55,13 @@ def targets_of(model_or_optimizer: nn.Module | MuonEngine, state_dict: Mapping[s
                 )
             return dict(zip(keys, targets, strict=True))
     else:
+        fqns = parameter_fqns(model_or_optimizer)
+        named = {fqn: Target(fqn, param, None, {}, {}) for param, fqn in fqns.items()}
+        saved = saved_params(state_dict, named)
         if saved is None:
             raise CheckpointError(
                 "model_or_optimizer", "state without parameter names needs the optimizer that will load it", "Pass it"
             )
-        fqns = parameter_fqns(model_or_optimizer)
-        named = {fqn: Target(fqn, param, None, {}, {}) for param, fqn in fqns.items()}
     for name in saved.keys() - named.keys():
         raise CheckpointError(name, "is in the checkpoint and not here", nearest(name, named))
     return {entry.state_key: named[name] for name, entry in saved.items()}
