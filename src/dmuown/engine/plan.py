@@ -71,6 +71,12 @@ class Bucket:
         return self.layout.local_batch if self.layout.m * self.layout.n else 0
 
     @property
+    def most_units_per_param(self) -> int:
+        """The same on the rank that has most of them (the first place of the mesh), at least 1; alike on all ranks."""
+        first = () if self.layout.mesh is None else (0,) * self.layout.mesh.ndim
+        return max(1, self.layout.batch_at(first))
+
+    @property
     def shard_count(self) -> int:
         """Ranks that share a matrix."""
         return len(self.members)

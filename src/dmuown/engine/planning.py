@@ -154,19 +154,29 @@ class Plan:
     ) -> Iterator[Chunk]:
         """Split the stepping parameters of each bucket of a part by its group's `batch_size` (matrices at once)."""
         for bucket in part:
-            group = groups[bucket.group_index]
-            selected = [index for index, param in enumerate(bucket.params) if param in gradients]
-            if not selected or bucket.is_empty:
-                continue
-            limit = group["batch_size"]
-            if limit is None and group["offload_state"]:
-                limit = OFFLOAD_BATCH_SIZE
-            if group["foreach"] is False:
-                limit = 1
-            size = len(selected) if limit is None else max(1, limit // max(1, bucket.units_per_param))
-            algorithm = self.algorithm_of(bucket)
-            for start in range(0, len(selected), size):
-                yield Chunk(bucket, algorithm, selected[start : start + size], group)
+            stepping = [index for index, param in enumerate(bucket.params) if param in gradients]
+            group, algorithm = groups[bucket.group_index], self.algorithm_of(bucket)
+            for selected in self.splits(bucket, group, stepping):
+                yield Chunk(bucket, algorithm, selected, group)
+
+    def splits(self, bucket: Bucket, group: Mapping[str, Any], stepping: Sequence[int]) -> list[list[int]]:
+        """Split the stepping parameters of a bucket by its group's `batch_size`, alike on all ranks of its mesh."""
+        if bucket.is_empty:
+            return []
+        limit = group["batch_size"]
+        if limit is None and group["offload_state"]:
+            limit = OFFLOAD_BATCH_SIZE
+        if group["foreach"] is False:
+            limit = 1
+        size = len(stepping) if limit is None else max(1, limit // bucket.most_units_per_param)
+        return [list(stepping[start : start + size]) for start in range(0, len(stepping), max(1, size))]
+
+    @property
+    def agreements(self) -> int:
+        """Host-side messages a step, on which gradients exist."""
+        shared = [audience for audience in self.audiences if audience]
+        # Faults are told back to audiences that the last one does not contain: see `gradients.collect_gradients`.
+        return len(shared) + sum(not set(audience) <= set(shared[-1]) for audience in shared[:-1])
 
     def elementwise(self, groups: Sequence[dict[str, Any]]) -> Iterator[tuple[list[ParamRecord], dict[str, Any]]]:
         """Elementwise parameters by group, device and dtype, which is what fused kernels take at once."""

@@ -1,0 +1,232 @@
+"""The exchange: how many collectives, how many bytes, who works; all as planned, and never a full gather."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import dmuown
+from tests.distributed.harness import RankPool
+from tests.distributed.sharding import MATRIX_ALGORITHMS, Layout, Run, parameters
+from tests.distributed.test_layouts import GRID, LINE, SQUARE, on
+
+COLLECTIVES = (
+    "all_to_all_single",
+    "all_to_all",
+    "all_gather_into_tensor",
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "reduce_scatter_tensor",
+    "reduce_scatter",
+    "broadcast",
+    "barrier",
+    "send",
+    "recv",
+    "batch_isend_irecv",
+)
+
+
+@contextmanager
+def counting() -> Iterator[list[tuple[str, int, tuple[int, ...], str]]]:
+    """Record every collective: name, bytes handed to others (to all-reduces: in all), ranks, dtype."""
+    calls: list[tuple[str, int, tuple[int, ...], str]] = []
+    originals = {name: getattr(dist, name) for name in COLLECTIVES}
+
+    def record(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            group = kwargs.get("group")
+            ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+            here = ranks.index(dist.get_rank())
+            if name == "all_to_all_single":
+                _, source, _, sizes = args
+                assert all(type(size) is int for size in (*args[2], *sizes))
+                handed = (sum(sizes) - sizes[here]) * source.element_size()
+                dtype = str(source.dtype)
+            elif name == "all_gather_into_tensor":
+                handed, dtype = args[1].numel() * args[1].element_size() * (len(ranks) - 1), str(args[1].dtype)
+            elif name == "all_reduce":
+                handed, dtype = args[0].numel() * args[0].element_size(), str(args[0].dtype)
+            else:
+                handed, dtype = -1, ""
+            calls.append((name, handed, ranks, dtype))
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    def no_full_tensor(*args: Any, **kwargs: Any) -> Tensor:
+        raise AssertionError("a full tensor was gathered")
+
+    full_tensor, redistribute = DTensor.full_tensor, DTensor.redistribute
+    for name in COLLECTIVES:
+        setattr(dist, name, record(name))
+    for name in ("full_tensor", "redistribute"):
+        setattr(DTensor, name, no_full_tensor)
+    try:
+        yield calls
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+        DTensor.full_tensor, DTensor.redistribute = full_tensor, redistribute  # type: ignore[method-assign]
+
+
+def count_a_step(rank: int, world_size: int, runs: list[Run]) -> dict[str, Any]:
+    """Step once to get over what only a first step does, and count the second."""
+    groups = [
+        group | {"params": list(zip(group["param_names"], group["params"], strict=True))}
+        for run in runs
+        for group in run.optimizer(run.layout.distribute).param_groups
+    ]
+    for index, group in enumerate(groups):
+        group["params"] = [(f"{index}.{name}", param) for name, param in group["params"]]
+        del group["param_names"]
+    optimizer = dmuown.Muon(groups, lr=0.05)
+    for param in parameters(optimizer):
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    before = optimizer.exchange_count.bytes_sent, optimizer.exchange_count.matrices
+    planned = dmuown.summarize_exchange(optimizer)
+    with counting() as calls:
+        optimizer.step()
+    return {
+        "calls": calls,
+        "planned": planned.to_dict(),
+        "table": str(planned),
+        "sent": optimizer.exchange_count.bytes_sent - before[0],
+        "matrices": optimizer.exchange_count.matrices - before[1],
+        "updated": optimizer.orthogonalized,
+    }
+
+
+def assert_as_planned(results: list[dict[str, Any]]) -> None:
+    for rank, result in enumerate(results):
+        planned = result["planned"]["ranks"][rank]
+        # The agreement on gradients: int32, one message.
+        control = [call for call in result["calls"] if call[3] == "torch.int32"]
+        calls = [call for call in result["calls"] if call[3] != "torch.int32"]
+        assert len(control) == result["planned"]["agreements"]
+        counted = {
+            "all_to_alls": sum(call[0] == "all_to_all_single" for call in calls),
+            "all_gathers": sum(call[0] == "all_gather_into_tensor" for call in calls),
+            "all_reduces": sum(call[0] == "all_reduce" for call in calls),
+            "bytes_exchanged": sum(call[1] for call in calls if call[0] != "all_reduce"),
+            "bytes_reduced": sum(call[1] for call in calls if call[0] == "all_reduce"),
+            "matrices": result["matrices"],
+        }
+        assert counted == {key: planned[key] for key in counted}, rank
+        assert sum(counted[key] for key in ("all_to_alls", "all_gathers", "all_reduces")) == len(calls)
+        assert result["sent"] == planned["bytes_exchanged"]
+        # Every rank plans the same for every rank.
+        assert result["planned"]["ranks"] == results[0]["planned"]["ranks"]
+        for bucket in result["planned"]["buckets"]:
+            assert bucket["traffic"]["all_to_alls"] <= 2
+    # Each matrix was orthogonalized once, wherever its shards and replicas are.
+    assert len({result["updated"] for result in results}) <= 2
+
+
+NAMES = [
+    "rows",
+    "columns",
+    "rows, uneven",
+    "one row",
+    "columns, transposed",
+    "replicated",
+    "experts by columns",
+    "convolution by inputs",
+    "fused blocks cut by a shard",
+    "fused blocks by columns",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_line_sends_what_was_planned(ranks4: RankPool, name: str) -> None:
+    """Invariant 6: no full gather; every collective is in the plan."""
+    run = Run(on(LINE[name], 4), algorithms=MATRIX_ALGORITHMS, per_group=3)
+    results = ranks4.run(count_a_step, [run])
+    assert_as_planned(results)
+    matrices = sum(result["matrices"] for result in results)
+    layout = run.layout
+    blocks = max(1, len(layout.options.get("split_sizes", ())))
+    leading = 1 if layout.options.get("flatten") else math.prod(layout.shape[:-2])
+    assert matrices == len(MATRIX_ALGORITHMS) * 3 * leading * blocks
+    assert {result["updated"] for result in results} == {matrices}
+
+
+@pytest.mark.parametrize("name", [name for name in GRID if "permuted TP" not in name])
+def test_a_grid_sends_what_was_planned(ranks4: RankPool, name: str) -> None:
+    """Invariant 6: no full gather; every collective is in the plan."""
+    assert_as_planned(ranks4.run(count_a_step, [Run(GRID[name], algorithms=("muon", "normuown"), per_group=3)]))
+
+
+def test_an_optimizer_of_many_layouts_sends_what_was_planned(ranks4: RankPool) -> None:
+    layouts = [on(LINE["rows"], 4), GRID["HSDP by rows"], GRID["EP x FSDP, uneven experts"], Layout((6, 4))]
+    results = ranks4.run(count_a_step, [Run(layout, algorithms=("muown", "adamw"), per_group=2) for layout in layouts])
+    for rank, result in enumerate(results):
+        del result["planned"]["buckets"]
+        planned = result["planned"]["ranks"][rank]
+        assert result["sent"] == planned["bytes_exchanged"] > 0
+        assert result["matrices"] == planned["matrices"]
+        assert result["planned"]["agreements"] == sum(call[3] == "torch.int32" for call in result["calls"]) == 1
+        assert f"Exchange of a step on rank {rank}" in result["table"]
+
+
+@pytest.mark.parametrize("name", ["experts", "experts, uneven", "two leading axes", "convolution, not flattened"])
+def test_layouts_that_shard_a_leading_axis_send_nothing(ranks4: RankPool, name: str) -> None:
+    for result in ranks4.run(count_a_step, [Run(on(LINE[name], 4), algorithms=MATRIX_ALGORITHMS, per_group=2)]):
+        assert [call[:1] + call[3:] for call in result["calls"]] == [("all_reduce", "torch.int32")]
+        assert result["planned"]["ranks"][0]["bytes_exchanged"] == 0
+
+
+def test_hsdp_divides_the_work_and_exchanges_within_shard_groups(ranks4: RankPool) -> None:
+    """ByteDance-Seed/VeOmni#1011: no silent gather of whole parameters under HSDP."""
+    run = Run(Layout((12, 20), SQUARE, ("R", "S0")), algorithms=("muon",), per_group=8)
+    results = ranks4.run(count_a_step, [run])
+    for rank, result in enumerate(results):
+        assert result["matrices"] == 2  # eight matrices over two replicas of two ranks
+        row = SQUARE[rank // 2]
+        column = (rank % 2, rank % 2 + 2)
+        ranks = {call[0]: call[2] for call in result["calls"] if call[3] == "torch.float32"}
+        assert ranks == {"all_to_all_single": row, "all_gather_into_tensor": column}
+
+
+def test_owners_are_balanced_by_cost_over_buckets(ranks4: RankPool) -> None:
+    """Four matrices of one shape and one of eight times the cost: who owns the large one owns no other."""
+    small = Run(on(Layout((8, 8), placements=("S0",)), 4), algorithms=("muon",), per_group=3)
+    large = replace(small, layout=on(Layout((16, 16), placements=("S0",)), 4), per_group=1)
+    results = ranks4.run(count_a_step, [small, large])
+    flops = [results[0]["planned"]["ranks"][rank]["flops"] for rank in range(4)]
+    assert sorted(flops) == [flops_of(8)] * 3 + [flops_of(16)]
+    assert [result["matrices"] for result in results] == [1, 1, 1, 1]
+
+
+def flops_of(size: int) -> float:
+    """Five steps of A = X X^T, A^2 and (b A + c A^2) X: three products of size^3 multiply-adds each."""
+    return 5 * 3 * 2 * size**3
+
+
+def test_a_plan_on_two_ranks_by_hand(ranks2: RankPool) -> None:
+    """Two fp32 [6, 4] matrices by rows: each rank owns one, sends half of the other there and back: 2 x 12 x 4 B."""
+    run = Run(on(Layout((6, 4), placements=("S0",)), 2), algorithms=("normuon",), per_group=2)
+    for rank, result in enumerate(ranks2.run(count_a_step, [run])):
+        traffic = result["planned"]["ranks"][rank]
+        assert (traffic["all_to_alls"], traffic["bytes_exchanged"], traffic["matrices"]) == (2, 96, 1)
+        # NorMuon's norms before and after: one number each for two matrices, fp32.
+        assert (traffic["all_reduces"], traffic["bytes_reduced"]) == (2, 16)
+        assert result["planned"]["buckets"][0]["owners"] == (0, 1)
+
+
+def test_one_process_plans_no_traffic() -> None:
+    run = Run(Layout((6, 4)), algorithms=("muown", "adamw"), per_group=2)
+    summary = dmuown.summarize_exchange(run.optimizer(torch.clone))
+    assert summary.total.all_to_alls == summary.total.all_reduces == summary.agreements == 0
+    assert summary.total.matrices == 2
+    assert "muown.0 and 1 more" in str(summary)
