@@ -149,11 +149,18 @@ def _issue(
 
 @gluon.jit
 def _multiply(
-    a_bufs, b_bufs, full, empty, c_free, slot, k_tiles, later, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
-    HAS_C: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, WIDTH: gl.constexpr,
-    STAGES: gl.constexpr, WARPS: gl.constexpr,
+    a_bufs, b_bufs, full, empty, c_free, turn, slot, k_tiles, count, WHO: gl.constexpr,
+    A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, HAS_C: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr, WARPS: gl.constexpr,
 ):
-    """The first WIDTH columns of one tile of A @ B in fp32, releasing each stage once its product has left it."""
+    """The first WIDTH columns of one tile of A @ B in fp32, releasing each stage once its product has left it.
+
+    Two consumers take turns: a stage's barrier tells only whether the fill before the awaited one is over, so that
+    nobody may wait for a stage whose earlier fills the other one has not seen yet.
+    """
+    if CONSUMERS > 1:
+        mbarrier.wait(turn.index(WHO), (count & 1) ^ (1 - WHO))
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
     acc = gl.zeros((BLOCK_M, WIDTH), dtype=gl.float32, layout=LAYOUT)
     if HAS_C:
@@ -167,7 +174,7 @@ def _multiply(
             slot += 1
         tma.store_wait(0)
         thread_barrier()
-        mbarrier.arrive(c_free, count=1, pred=later)
+        mbarrier.arrive(c_free, count=1, pred=count > 0)
         for k in range(lead, k_tiles):
             acc = _issue(
                 acc, a_bufs, b_bufs, full, slot, True, A_K_MAJOR, B_K_MAJOR, BLOCK_M, BLOCK_N, BLOCK_K, WIDTH, STAGES
@@ -181,6 +188,8 @@ def _multiply(
             )
             mbarrier.arrive(empty.index((slot + STAGES - 1) % STAGES), count=1, pred=k > 0)
             slot += 1
+    if CONSUMERS > 1:
+        mbarrier.arrive(turn.index(1 - WHO), count=1)
     acc = warpgroup_mma_wait(0, (acc,))
     mbarrier.arrive(empty.index((slot + STAGES - 1) % STAGES), count=1)
     return acc
@@ -213,7 +222,7 @@ def _store(value, out_desc, mirror_desc, out_buf, mirror_buf, batch, m0, n0, n, 
 
 @gluon.jit
 def _consume(
-    out_desc, mirror_desc, a_bufs, b_bufs, out_bufs, mirror_bufs, full, empty, c_full, c_free,
+    out_desc, mirror_desc, a_bufs, b_bufs, out_bufs, mirror_bufs, full, empty, c_full, c_free, turn,
     alpha, beta, batches, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles, n, WHO: gl.constexpr,
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, HAS_C: gl.constexpr, SYMMETRIC: gl.constexpr,
     RATIO: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
@@ -237,8 +246,8 @@ def _consume(
         if SYMMETRIC and RATIO > 1 and n0 + HALF >= m0 + BLOCK_M:
             # The right half lies above the diagonal: somebody else mirrors it.
             left = _multiply(
-                a_bufs, b_bufs, full, empty, c_free.index(WHO), slot, k_tiles, count > 0, A_K_MAJOR, B_K_MAJOR,
-                HAS_C, BLOCK_M, BLOCK_N, BLOCK_K, HALF, STAGES, WARPS,
+                a_bufs, b_bufs, full, empty, c_free.index(WHO), turn, slot, k_tiles, count, WHO, A_K_MAJOR, B_K_MAJOR,
+                HAS_C, BLOCK_M, BLOCK_N, BLOCK_K, HALF, STAGES, CONSUMERS, WARPS,
             )
             left = left * alpha
             if HAS_C:
@@ -247,8 +256,8 @@ def _consume(
             _store(left.to(dtype), out_desc, mirror_desc, out_buf, mirror_buf, batch, m0, n0, n, SYMMETRIC)
         else:
             acc = _multiply(
-                a_bufs, b_bufs, full, empty, c_free.index(WHO), slot, k_tiles, count > 0, A_K_MAJOR, B_K_MAJOR,
-                HAS_C, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_N, STAGES, WARPS,
+                a_bufs, b_bufs, full, empty, c_free.index(WHO), turn, slot, k_tiles, count, WHO, A_K_MAJOR, B_K_MAJOR,
+                HAS_C, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_N, STAGES, CONSUMERS, WARPS,
             )
             acc = acc * alpha
             first, second = acc.reshape([BLOCK_M, 2, HALF]).permute((0, 2, 1)).split()
@@ -297,19 +306,21 @@ def product_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     c_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     c_free = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     for i in gl.static_range(CONSUMERS):
         mbarrier.init(c_full.index(i), count=1)
         mbarrier.init(c_free.index(i), count=1)
+        mbarrier.init(turn.index(i), count=1)
     if PDL:
         gdc_launch_dependents()
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
                 (_consume, (
-                    out_desc, mirror_desc, a_bufs, b_bufs, out_bufs, mirror_bufs, full, empty, c_full, c_free,
+                    out_desc, mirror_desc, a_bufs, b_bufs, out_bufs, mirror_bufs, full, empty, c_full, c_free, turn,
                     alpha, beta, batches, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles, n, 0,
                     A_K_MAJOR, B_K_MAJOR, HAS_C, SYMMETRIC, RATIO, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
                     STAGES, CONSUMERS, SWIZZLED, WARPS,
@@ -327,13 +338,13 @@ def product_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    out_desc, mirror_desc, a_bufs, b_bufs, out_bufs, mirror_bufs, full, empty, c_full, c_free,
+                    out_desc, mirror_desc, a_bufs, b_bufs, out_bufs, mirror_bufs, full, empty, c_full, c_free, turn,
                     alpha, beta, batches, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles, n, 0,
                     A_K_MAJOR, B_K_MAJOR, HAS_C, SYMMETRIC, RATIO, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
                     STAGES, CONSUMERS, SWIZZLED, WARPS,
                 )),
                 (_consume, (
-                    out_desc, mirror_desc, a_bufs, b_bufs, out_bufs, mirror_bufs, full, empty, c_full, c_free,
+                    out_desc, mirror_desc, a_bufs, b_bufs, out_bufs, mirror_bufs, full, empty, c_full, c_free, turn,
                     alpha, beta, batches, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles, n, 1,
                     A_K_MAJOR, B_K_MAJOR, HAS_C, SYMMETRIC, RATIO, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
                     STAGES, CONSUMERS, SWIZZLED, WARPS,

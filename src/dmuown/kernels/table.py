@@ -48,6 +48,8 @@ def pointer_shape(m: int, n: int, k: int, element_size: int, symmetric: bool) ->
 
 def copy_shape(batch: int, m: int, n: int, k: int, symmetric: bool) -> CopyShape:
     """The tile of the copy-engine kernel."""
+    if symmetric:
+        return CopyShape(block_n=128, block_k=64, stages=5, consumers=2)
     return CopyShape(block_n=256, block_k=64, stages=3, consumers=1)
 
 
