@@ -71,7 +71,7 @@ def test_every_role_has_its_algorithm_rate_and_decay() -> None:
         ({"scalar_lr": 0.0}, 0.0, 0.0, 1.0),
     ],
 )
-def test_fall_backs(given: dict[str, float], scalar: float, embed: float, head: float) -> None:
+def test_fall_backs(given: dict[str, Any], scalar: float, embed: float, head: float) -> None:
     """embed_lr falls back to scalar_lr, then lr; lm_head_lr to lr, not to lr / sqrt(width)."""
     found = by_name(groups_of(MuownConfig(lr=1.0, **given)))
     rates = [found[name]["lr"] for name in ("norm.weight", "embed_tokens.weight", "lm_head.weight")]

@@ -19,7 +19,7 @@ from dmuown.automodel import (
 from dmuown.automodel.configs import MatrixOptimizerConfig
 from dmuown.errors import DmuownError, OptionError
 
-ALL = [MuonConfig, MuownConfig, NorMuonConfig, NorMuownConfig, AngularMuownConfig]
+ALL: list[type[Any]] = [MuonConfig, MuownConfig, NorMuonConfig, NorMuownConfig, AngularMuownConfig]
 NAN, INF = float("nan"), float("inf")
 
 
@@ -82,9 +82,9 @@ def test_unknown_keys_come_with_the_nearest_name() -> None:
     with pytest.raises(
         OptionError, match=r"^weight_deacy: is no option of MuownConfig\. Did you mean 'weight_decay'\?"
     ):
-        MuownConfig(weight_deacy=0.1)  # type: ignore[call-arg]
+        MuownConfig(weight_deacy=0.1)
     with pytest.raises(OptionError, match=r"muon_update_scale: is no option of MuonConfig"):
-        MuonConfig(muon_update_scale=1.0)  # type: ignore[call-arg]
+        MuonConfig(muon_update_scale=1.0)
 
 
 def test_numbers_may_be_strings_as_yaml_reads_them() -> None:

@@ -229,7 +229,7 @@ def test_adapters_are_matrices_beside_head_and_router() -> None:
 
 def test_declared_transposed_parameters() -> None:
     model = MoE()
-    model.experts._nemo_transposed_matrix_parameters = ("gate_up",)
+    model.experts._nemo_transposed_matrix_parameters = ("gate_up",)  # type: ignore[assignment]
     assert {entry.name: entry.transposed for entry in describe_parameters(model)} == {
         "gate.weight": False,
         "experts.gate_up": True,
@@ -239,14 +239,14 @@ def test_declared_transposed_parameters() -> None:
 
 def test_transposed_names_that_are_no_parameters_are_refused() -> None:
     model = MoE()
-    model.experts._nemo_transposed_matrix_parameters = ("gate_upp",)
+    model.experts._nemo_transposed_matrix_parameters = ("gate_upp",)  # type: ignore[assignment]
     with pytest.raises(ParameterError, match=r"experts\._nemo_transposed_matrix_parameters: lists 'gate_upp'"):
         describe_parameters(model)
 
 
 def test_experts_that_say_they_are_transposed() -> None:
     model = MoE()
-    model.experts.is_transposed = True
+    model.experts.is_transposed = True  # type: ignore[assignment]
     assert [entry.name for entry in describe_parameters(model) if entry.transposed] == ["experts.gate_up"]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,16 +71,23 @@ def standard_library_pairs(library: Path) -> Iterator[Pair]:
     """Yield a pair for every documented public object below `library`, each question and answer once."""
     questions: set[str] = set()
     answers: set[str] = set()
-    for file in sorted(library.rglob("*.py")):
+    for file in sorted(_public_files(library)):
         parts = file.relative_to(library).with_suffix("").parts
-        if any(part.startswith("_") and part != "__init__" for part in parts) or _SKIPPED_PACKAGES & set(parts):
-            continue
         module = ".".join(part for part in parts if part != "__init__")
         for pair in _pairs_of(module, file):
             if pair.question not in questions and pair.answer not in answers:
                 questions.add(pair.question)
                 answers.add(pair.answer)
                 yield pair
+
+
+def _public_files(library: Path) -> Iterator[Path]:
+    for folder, packages, files in os.walk(library):
+        # In place, so that the walk never enters what is skipped: site-packages may hold any number of files.
+        packages[:] = [name for name in packages if not name.startswith("_") and name not in _SKIPPED_PACKAGES]
+        for name in files:
+            if name.endswith(".py") and (name == "__init__.py" or not name.startswith("_")):
+                yield Path(folder) / name
 
 
 def _pairs_of(module: str, file: Path) -> Iterator[Pair]:
