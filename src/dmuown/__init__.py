@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dmuown.checkpoint import save_checkpoint as save_checkpoint
     from dmuown.checkpoint import set_model_state_dict as set_model_state_dict
     from dmuown.checkpoint import set_optimizer_state_dict as set_optimizer_state_dict
+    from dmuown.diagnostics.param_groups import summarize_param_groups as summarize_param_groups
     from dmuown.diagnostics.exchange import summarize_exchange as summarize_exchange
     from dmuown.engine.info import engine_info as engine_info
     from dmuown.engine.optimizers import AngularMuown as AngularMuown
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
     from dmuown.engine.optimizers import Muown as Muown
     from dmuown.engine.optimizers import NorMuon as NorMuon
     from dmuown.engine.optimizers import NorMuown as NorMuown
+    from dmuown.ownership import clip_grad_norm_ as clip_grad_norm_
+    from dmuown.ownership import dedicate_params as dedicate_params
+    from dmuown.ownership import dedicated_parameters as dedicated_parameters
+    from dmuown.ownership import gathered as gathered
+    from dmuown.ownership import no_sync as no_sync
     from dmuown.policy import ParamPolicy as ParamPolicy
 
 # Where each public name lives. A new one is a line here, and an import above for type checkers.
@@ -53,6 +59,12 @@ _PUBLIC: dict[str, str] = {
     "save_checkpoint": "dmuown.checkpoint",
     "set_model_state_dict": "dmuown.checkpoint",
     "set_optimizer_state_dict": "dmuown.checkpoint",
+    "summarize_param_groups": "dmuown.diagnostics.param_groups",
+    "clip_grad_norm_": "dmuown.ownership",
+    "dedicate_params": "dmuown.ownership",
+    "dedicated_parameters": "dmuown.ownership",
+    "gathered": "dmuown.ownership",
+    "no_sync": "dmuown.ownership",
     "ParamPolicy": "dmuown.policy",
 }
 

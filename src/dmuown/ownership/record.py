@@ -116,8 +116,9 @@ class Record:
 
     def local_home(self) -> Tensor:
         """Return this rank's data as a plain tensor: the whole, or the shard; only where `owned`."""
-        data = self.home.detach()
-        return data.to_local() if isinstance(data, DTensor) else data
+        with torch.inference_mode(False), torch.no_grad():
+            data = self.home.detach()
+            return data.to_local() if isinstance(data, DTensor) else data
 
     def install(self, param: nn.Parameter) -> None:
         """Let the modules hold `param`: `home` or `compute`."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -84,6 +85,30 @@ class Link:
         entry[1] += size
 
 
+@dataclass
+class InFlight:
+    """A collective under way.
+
+    Attributes:
+        work: What to wait for; None for one rank.
+        event: Mark in the lane after it; None on the CPU.
+        held: Tensors that it reads or writes: kept until it is waited for.
+    """
+
+    work: Any = None
+    event: Any = None
+    held: list[Tensor] = field(default_factory=list)
+
+    def wait(self) -> None:
+        """Make the caller wait for it: the host on the CPU, its stream on CUDA."""
+        work, self.work = self.work, None
+        event, self.event = self.event, None
+        if work is not None:
+            work.wait()
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+
+
 class Buffer:
     """A transfer of the plan on this rank: parameters to compute with, and gradients on their way home.
 
@@ -108,10 +133,8 @@ class Buffer:
         self._grads: Tensor | None = None
         self._arrived = [False] * len(self.records)
         self._arrived_now: set[int] = set()
-        self._work: Any = None
-        self._event: Any = None
-        # Tensors that a collective in flight reads or writes: kept until it is waited for.
-        self._held: list[Tensor] = []
+        self._fetching = InFlight()
+        self._reducing = InFlight()
         self._reduced: Tensor | None = None
         self._kept = False
 
@@ -121,25 +144,29 @@ class Buffer:
         """Start to make the parameters whole. All ranks, in the same order of buffers."""
         check_transition(self.state, State.FETCHING, self.label)
         device = self.records[0].device
-        flat = self._allocate(device)
-        with self._named("fetch"), torch.no_grad(), self.link.fetching.enter(device):
+        # Buffers outlive an inference-mode pass and serve training passes after it: they are no inference tensors.
+        with self._named("fetch"), torch.inference_mode(False), torch.no_grad():
+            self._start_fetch(self._allocate(device))
+        self.state = State.FETCHING
+
+    def _start_fetch(self, flat: Tensor) -> None:
+        with self.link.fetching.enter(flat.device):
             if self.transfer.kind == "owner":
                 self._fetch_from_owner(flat)
             else:
                 self._fetch_from_shards(flat)
-            self._event = self.link.fetching.mark()
-        self.state = State.FETCHING
+            self._fetching.event = self.link.fetching.mark()
 
     def wait(self) -> None:
         """Finish what `fetch` started and put the compute parameters in place."""
         if self.state is State.WHOLE:
             return
         check_transition(self.state, State.WHOLE, self.label)
-        with self._named("fetch"):
-            self._wait()
-        if self.transfer.kind == "shards":
-            self._copy_out()
-        self._held.clear()
+        with self._named("fetch"), torch.inference_mode(False), torch.no_grad():
+            self._fetching.wait()
+            if self.transfer.kind == "shards":
+                self._copy_out()
+        self._fetching = InFlight()
         self.state = State.WHOLE
         for record in self.records:
             assert record.compute is not None
@@ -185,7 +212,7 @@ class Buffer:
                 shape=torch.Size(record.shape),
                 stride=_contiguous_strides(record.shape),
             )
-        param = nn.Parameter(data, requires_grad=record.home.requires_grad)
+        param = nn.Parameter(data)  # whether it takes gradients now is set whenever it is whole
         for key, value in vars(record.home).items():
             if not key.startswith(("_dmuown", "away_")):
                 setattr(param, key, value)
@@ -207,8 +234,8 @@ class Buffer:
             torch._foreach_copy_(parts, [record.local_home() for record in self.records])
         if link.group is not None:
             link.count("broadcast", transfer.fetch_bytes)
-            self._held = [flat]
-            self._work = dist.broadcast(flat, src=link.ranks[transfer.owner], group=link.group, async_op=True)
+            self._fetching.held = [flat]
+            self._fetching.work = dist.broadcast(flat, src=link.ranks[transfer.owner], group=link.group, async_op=True)
 
     def _fetch_from_shards(self, flat: Tensor) -> None:
         link, transfer = self.link, self.transfer
@@ -218,15 +245,15 @@ class Buffer:
             segment.narrow(0, member.offset, shard.numel()).copy_(shard.reshape(-1))
         # A single member arrives in place: its shards, one after the other, are the whole.
         gathered = flat if len(transfer.members) == 1 else torch.empty_like(flat)
-        self._held = [segment, gathered]
+        self._fetching.held = [segment, gathered]
         if link.group is None:
             gathered.copy_(segment)
         else:
             link.count("all_gather", transfer.fetch_bytes)
-            self._work = all_gather(gathered, segment, group=link.group, async_op=True)
+            self._fetching.work = all_gather(gathered, segment, group=link.group, async_op=True)
 
     def _copy_out(self) -> None:
-        flat, gathered = self._flat, self._held[1]
+        flat, gathered = self._flat, self._fetching.held[1]
         assert flat is not None
         if gathered is flat:
             return
@@ -323,25 +350,25 @@ class Buffer:
                 self._reduced = buffer
                 if link.group is not None:
                     self._start_reduction(buffer)
-                self._event = link.reducing.mark()
+                self._reducing.event = link.reducing.mark()
         self.grad_state = GradState.REDUCING
 
     def _start_reduction(self, buffer: Tensor) -> None:
         link, transfer = self.link, self.transfer
-        self._held = [buffer]
+        self._reducing.held = [buffer]
         if transfer.kind == "owner":
             link.count("reduce", transfer.reduce_bytes)
-            self._work = dist.reduce(buffer, dst=link.ranks[transfer.owner], group=link.group, async_op=True)
+            self._reducing.work = dist.reduce(buffer, dst=link.ranks[transfer.owner], group=link.group, async_op=True)
             return
         link.count("reduce_scatter", transfer.reduce_bytes)
         self._reduced = buffer.new_empty(transfer.reduce_segment)
-        self._held.append(self._reduced)
-        self._work = reduce_scatter(self._reduced, buffer, group=link.group, async_op=True)
+        self._reducing.held.append(self._reduced)
+        self._reducing.work = reduce_scatter(self._reduced, buffer, group=link.group, async_op=True)
 
     def finish(self) -> None:
         """Finish what `reduce` started: averages go to the homes' `.grad`, where this rank has them."""
         with self._named("reduction of gradients"):
-            self._wait()
+            self._reducing.wait()
         reduced, arrived = self._reduced, self._arrived
         assert reduced is not None
         self.drop_gradients()
@@ -365,7 +392,7 @@ class Buffer:
         """Forget gradients that were not reduced, as after an exception."""
         self._grads = None
         self._reduced = None
-        self._held.clear()
+        self._reducing = InFlight()
         self._arrived = [False] * len(self.records)
         self._arrived_now.clear()
         self._kept = False
@@ -377,22 +404,14 @@ class Buffer:
 
     def reset(self) -> None:
         """Return to the state between steps after a step that was left by an exception."""
-        with contextlib.suppress(Exception):
-            self._wait()
-        self._work = None
+        for pending in (self._fetching, self._reducing):
+            with contextlib.suppress(Exception):
+                pending.wait()
         if self.state is State.FETCHING:
             self.state = State.WHOLE
         self.release()
         if not self._kept:
             self.drop_gradients()
-
-    def _wait(self) -> None:
-        work, self._work = self._work, None
-        if work is not None:
-            work.wait()
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
-            self._event = None
 
     @contextlib.contextmanager
     def _named(self, what: str) -> Iterator[None]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -76,7 +77,7 @@ def assert_nothing_but_homes(model: nn.Module) -> None:
             assert record.local_home().untyped_storage().nbytes() == record.home.numel() * record.home.itemsize
         else:
             assert record.local_home().untyped_storage().nbytes() <= -(-record.shape[0] // runtime.plan.world_size) * (
-                record.home[0].numel() * record.home.itemsize
+                math.prod(record.shape[1:]) * record.home.itemsize
             )
         if record.compute is not None:
             local = record.compute.to_local() if isinstance(record.compute, DTensor) else record.compute
@@ -86,7 +87,8 @@ def assert_nothing_but_homes(model: nn.Module) -> None:
         assert buffer.state is State.HOME, buffer.label
         assert buffer.grad_state is GradState.NONE, buffer.label
         assert buffer._grads is None, buffer.label
-        assert not buffer._held, buffer.label
+        assert not buffer._fetching.held, buffer.label
+        assert not buffer._reducing.held, buffer.label
 
 
 def assert_state_of_owned_only(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
