@@ -3,7 +3,7 @@
 A page of `docs/reference` says which names it documents:
 
     <!-- names: dmuown from dmuown.engine -->     public names of dmuown that live below dmuown.engine
-    <!-- names: dmuown.policy except ParamPolicy -->    the module's __all__, without a name that stands elsewhere
+    <!-- names: dmuown.policy -->                 the module's __all__, without what dmuown itself has
 
 and mkdocstrings gets one directive for each. Names are looked up when the site is built, so that a new public name
 appears without an edit, and one without a page fails tests/contracts/test_site.py.
@@ -20,25 +20,25 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-NAMES = re.compile(r"<!-- names: ([\w.]+)(?: from ([\w., ]+))?(?: except ([\w, ]+))? -->")
+NAMES = re.compile(r"<!-- names: ([\w.]+)(?: from ([\w., ]+))? -->")
 PROJECT_PAGES = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md", "security.md": "SECURITY.md"}
 
 
-def public_names(module: str, homes: str | None = None, left_out: str | None = None) -> list[str]:
+def public_names(module: str, homes: str | None = None) -> list[str]:
     """Return the public names of a module as dotted paths.
 
     Args:
         module: `dmuown` or a package below it.
         homes: Comma-separated packages; only names that live in one of them. For `dmuown` itself.
-        left_out: Comma-separated names to leave out.
     """
     names: list[str] = list(importlib.import_module(module).__all__)
     if homes is not None:
         table: dict[str, str] = importlib.import_module(module)._PUBLIC
         wanted = tuple(home.strip() for home in homes.split(","))
         names = [name for name in names if _below(table.get(name, ""), wanted)]
-    without = {name.strip() for name in (left_out or "").split(",")}
-    names = [name for name in names if name not in without]
+    if module != "dmuown":
+        top = importlib.import_module("dmuown").__all__
+        names = [name for name in names if name not in top]
     return [f"{module}.{name}" for name in sorted(names, key=str.lower) if not name.startswith("__")]
 
 
@@ -49,7 +49,7 @@ def _below(home: str, packages: tuple[str, ...]) -> bool:
 def expand(markdown: str) -> str:
     """Return a reference page with directives in place of its marks."""
     return NAMES.sub(
-        lambda mark: "\n\n".join(f"::: {name}" for name in public_names(mark[1], mark[2], mark[3])),
+        lambda mark: "\n\n".join(f"::: {name}" for name in public_names(mark[1], mark[2])),
         markdown,
     )
 

@@ -93,23 +93,19 @@ def test_pages_need_nothing_from_other_servers(site: Path) -> None:
 
 
 def test_every_public_name_is_in_the_reference(site: Path) -> None:
-    """Under its own heading, once. The cure for a missing one: a mark or a `:::` line in a page of docs/reference."""
-    anchors = [anchor for path, page in pages_of(site).items() for anchor in page.anchors if "reference" in path.parts]
-    public = {f"dmuown.{name}" for name in dmuown.__all__ if not name.startswith("__")}
+    """Under its own heading. The cure for a missing one: a mark or a `:::` line in a page of docs/reference."""
+    anchors = {anchor for path, page in pages_of(site).items() if "reference" in path.parts for anchor in page.anchors}
+    top = {name for name in dmuown.__all__ if not name.startswith("__")}
+    public = {f"dmuown.{name}" for name in top}
     for package in PACKAGES:
-        public |= {f"{package}.{name}" for name in importlib.import_module(package).__all__}
-    shown = set(anchors) | {f"dmuown.{anchor.rpartition('.')[2]}" for anchor in anchors if _is_top_level(anchor)}
-    # The same object under two public names has one heading.
-    missing = {name for name in public if name not in shown and name.rpartition(".")[2] not in dmuown.__all__}
-    missing |= {f"dmuown.{name}" for name in dmuown.__all__ if not name.startswith("__") and f"dmuown.{name}" not in shown}
-    assert not missing
-
-
-def _is_top_level(anchor: str) -> bool:
-    return anchor.rpartition(".")[2] in dmuown.__all__
+        # What is public in dmuown itself has its heading there.
+        public |= {f"{package}.{name}" for name in set(importlib.import_module(package).__all__) - top}
+    assert len(public) > 40
+    assert not public - anchors
 
 
 def test_no_name_has_two_headings() -> None:
-    directives = [line for page in REFERENCE for line in re.findall(r"^::: (\S+)", expand(page.read_text()), re.MULTILINE)]
+    pages = [expand(page.read_text()) for page in REFERENCE]
+    directives = [name for page in pages for name in re.findall(r"^::: (\S+)", page, re.MULTILINE)]
     assert len(directives) > 20
     assert len(directives) == len(set(directives))
