@@ -143,6 +143,8 @@ class Record:
                 f"has its dtype, {self.home_dtype}, from the policy; it cannot become {moved.dtype}",
                 "Set `master_dtype` and `param_dtype` in param_policy, or convert the model before dedicate_params",
             )
+        if moved is self.home:
+            return
         if torch._has_compatible_shallow_copy_type(self.local_data(), moved) and not isinstance(moved, DTensor):
             self.home.data = moved
         else:
