@@ -157,8 +157,10 @@ def summarize_exchange(optimizer: MuonEngine) -> ExchangeSummary:
         ]
         totals[member] = sum((one for one in counted if one is not None), Traffic())
     ordered = [bucket for part in plan.parts for bucket in part]
+    # By identity: equality of buckets would compare their parameters.
+    position = {id(bucket): index for index, bucket in enumerate(plan.buckets)}
     summaries = [
-        _summary(bucket, rank, traffic_of(plan.buckets.index(bucket), bucket, rank, bucket.places), plan)
+        _summary(bucket, rank, traffic_of(position[id(bucket)], bucket, rank, bucket.places), plan)
         for bucket in ordered
     ]
     return ExchangeSummary(rank, tuple(summaries), totals, plan.agreements)
