@@ -101,11 +101,16 @@ def _fault(record: ParamRecord) -> int:
     if isinstance(record.param, DTensor):
         if not isinstance(grad, DTensor):
             return _KIND
-        if grad.placements != record.param.placements or grad.device_mesh != record.param.device_mesh:
+        if grad.placements != record.param.placements or not _same_ranks(grad, record.param):
             return _PLACEMENT
     elif isinstance(grad, DTensor):
         return _KIND
     return 0
+
+
+def _same_ranks(one: DTensor, other: DTensor) -> bool:
+    """Whether two meshes have the same ranks in the same places, whatever they call their dimensions."""
+    return one.device_mesh == other.device_mesh or torch.equal(one.device_mesh.mesh, other.device_mesh.mesh)
 
 
 def _mark_nonfinite(records: Sequence[ParamRecord], codes: list[int]) -> None:
