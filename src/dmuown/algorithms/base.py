@@ -118,19 +118,14 @@ class MuonAlgorithm(Algorithm):
         """
         raise NotImplementedError(f"{type(self).__name__} declares no whole-tensor update")
 
-    def foreach_update(
-        self,
-        params: list[Tensor],
-        grads: list[Tensor],
-        state: Mapping[str, list[Tensor]],
-        lr_ratios: list[Tensor],
-        **options: Any,
-    ) -> Any:
-        """Batched whole-tensor form over parameters of one shape, dtype and device; loops `update` by default.
+    def foreach_update(self, *args: Any, **options: Any) -> Any:
+        """Batched whole-tensor form, `foreach_update(params, grads, state, lr_ratios, *, ...)`; loops `update`.
 
-        Called instead of `update` with `foreach=True`, and with `foreach=None` where all of a group's
-        parameters are on CUDA.
+        Called instead of `update` with `foreach=True`, and with `foreach=None` where all parameters at hand
+        are on CUDA. `params`, `grads` and `lr_ratios` are lists over parameters of one shape, dtype, placement and
+        device; `state` maps buffer names to such lists. Options as for `update`.
         """
+        params, grads, state, lr_ratios = args
         for index, (param, grad, ratio) in enumerate(zip(params, grads, lr_ratios, strict=True)):
             values = {key: buffers[index] for key, buffers in state.items()}
             self.update(param, grad, DeclaredState(self.name, values), ratio, **options)

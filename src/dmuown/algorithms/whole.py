@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -135,14 +136,45 @@ def _made_whole(g: Tensor) -> Tensor:
     if any(isinstance(placement, _StridedShard) for placement in g.placements):
         # Strided shards are undone all together or not at all.
         wanted = [Replicate()] * g.device_mesh.ndim
-    _log_once(
+    log_once(
         f"orthogonalize_single gathers matrices of placements {g.placements} whole on every rank: whole-tensor "
         "updates orthogonalize locally; the two-halves form of MuonAlgorithm exchanges shards with owners instead"
     )
     if wanted == [Replicate()] * g.device_mesh.ndim:
-        whole = g.full_tensor()
-        return DTensor.from_local(whole, g.device_mesh, wanted, run_check=False)
+        return DTensor.from_local(full_tensor(g), g.device_mesh, wanted, run_check=False)
+    if is_permuted(g):
+        # Gather everything, and take back the part along leading axes, which sends nothing.
+        replicated = [Replicate()] * g.device_mesh.ndim
+        return DTensor.from_local(full_tensor(g), g.device_mesh, replicated, run_check=False).redistribute(
+            placements=wanted
+        )
     return g.redistribute(placements=wanted)
+
+
+def full_tensor(g: DTensor) -> Tensor:
+    """`g.full_tensor()`, right also on meshes whose ranks do not ascend, where torch's gather mixes up the shards."""
+    if not is_permuted(g):
+        return g.full_tensor().contiguous()
+    mesh = g.device_mesh
+    reduced = [Replicate() if placement.is_partial() else placement for placement in g.placements]
+    local = g.redistribute(placements=reduced).to_local()
+    # Which elements are here: cut their numbers as the tensor is cut.
+    numbers = torch.arange(g.numel(), device=local.device).view(g.shape)
+    here = DTensor.from_local(numbers, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(
+        placements=reduced
+    )
+    whole = torch.zeros(g.numel(), dtype=local.dtype, device=local.device)
+    whole[here.to_local().reshape(-1)] = local.reshape(-1)
+    for dim, placement in enumerate(reduced):
+        if not placement.is_replicate():
+            dist.all_reduce(whole, group=mesh.get_group(dim))
+    return whole.view(g.shape)
+
+
+def is_permuted(g: DTensor) -> bool:
+    """Whether the ranks of a DTensor's mesh descend anywhere."""
+    ranks = g.device_mesh.mesh
+    return any(bool((ranks.diff(dim=dim) < 0).any()) for dim in range(ranks.ndim))
 
 
 def _laid_out_as(g: Tensor, whole: Tensor, result: Tensor) -> Tensor:
@@ -155,7 +187,8 @@ def _laid_out_as(g: Tensor, whole: Tensor, result: Tensor) -> Tensor:
     return result if list(whole.placements) == placements else result.redistribute(placements=placements)
 
 
-def _log_once(message: str) -> None:
+def log_once(message: str) -> None:
+    """Log a warning the first time that it comes up in this process."""
     if message not in _logged:
         _logged.add(message)
         logger.warning(message)

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from dmuown.algorithms import DeclaredState
-from dmuown.algorithms.whole import lr_ratio, using_options
+from dmuown.algorithms.whole import full_tensor, is_permuted, log_once, lr_ratio, using_options
 from dmuown.engine.layout import MatrixLayout, local_tensor
 from dmuown.engine.planning import Chunk, State, load_weight
 from dmuown.errors import OptionError
@@ -41,15 +41,17 @@ def update_whole(chunk: Chunk, state: State, gradients: Mapping[Tensor, Tensor])
         gradients: Local gradients of the parameters that step, on every rank the same parameters.
     """
     algorithm, layout, working = chunk.algorithm, chunk.bucket.layout, chunk.working_set()
+    gathered = _Gathered() if _misleads_dtensor(chunk.params[0]) else None
+    present = _presented if gathered is None else gathered.present
     params, grads = [], []
     values: dict[str, list[Tensor]] = {key: [] for key in algorithm.state_spec}
     for param in chunk.params:
-        params.append(_presented(load_weight(param, state[param], chunk.group, working), param, layout))
-        grads.append(_presented(working.read(gradients[param].detach()).clone(), param, layout))
+        params.append(present(load_weight(param, state[param], chunk.group, working), param, layout))
+        grads.append(present(working.read(gradients[param].detach()).clone(), param, layout))
         for key, spec in algorithm.state_spec.items():
             stored = state[param][key]
             loaded = working.load(local_tensor(stored))
-            values[key].append(loaded if spec.like == "scalar" else _presented(loaded, stored, layout))
+            values[key].append(loaded if spec.like == "scalar" else present(loaded, stored, layout))
     if working.in_flight:
         yield
     working.wait()
@@ -66,7 +68,49 @@ def update_whole(chunk: Chunk, state: State, gradients: Mapping[Tensor, Tensor])
                 own = DeclaredState(algorithm.name, {key: buffers[index] for key, buffers in values.items()})
                 _check_result(algorithm.name, algorithm.update(param, grads[index], own, ratio, **options))
                 _check_state(algorithm.name, own, {key: buffers[index] for key, buffers in values.items()})
+    if gathered is not None:
+        gathered.scatter()
     working.store()
+
+
+def _misleads_dtensor(param: Tensor) -> bool:
+    """Whether DTensor's own operations fail on a layout.
+
+    It takes a sharded axis of length 1 for replicated and refuses in-place updates, and its gathers and
+    reduce-scatters mix up shards where a mesh's ranks do not ascend.
+    """
+    if not isinstance(param, DTensor):
+        return False
+    cuts = [placement for placement in param.placements if isinstance(placement, (Shard, _StridedShard))]
+    return bool(cuts) and (is_permuted(param) or any(param.shape[placement.dim] == 1 for placement in cuts))
+
+
+class _Gathered:
+    """Tensors gathered whole for an update, and written back shard by shard."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[DTensor, Tensor]] = []
+
+    def present(self, local: Tensor, like: Tensor, layout: MatrixLayout) -> Tensor:
+        shard = _presented(local, like, layout)
+        if not isinstance(shard, DTensor):
+            return shard
+        log_once(
+            f"parameters of shape {layout.shape} and placements {layout.placements} are gathered whole for a "
+            "whole-tensor update: DTensor's own operations fail on sharded axes of length 1 and on permuted meshes"
+        )
+        whole = full_tensor(shard)
+        if whole.data_ptr() == shard.to_local().data_ptr():
+            whole = whole.clone()
+        self._pairs.append((shard, whole))
+        return whole
+
+    def scatter(self) -> None:
+        for shard, whole in self._pairs:
+            # Every rank has the whole: each takes its part, nothing is sent.
+            mesh = shard.device_mesh
+            replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            shard.to_local().copy_(replicated.redistribute(placements=shard.placements).to_local())
 
 
 def _batched(chunk: Chunk) -> bool:

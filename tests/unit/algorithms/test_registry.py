@@ -191,7 +191,7 @@ def test_wrong_declarations_are_refused(attributes: dict[str, Any], message: str
 
 def test_what_is_no_algorithm_is_refused() -> None:
     with pytest.raises(OptionTypeError, match="takes a subclass of MuonAlgorithm"):
-        register_muon_algorithm(dict)
+        register_muon_algorithm(dict)  # type: ignore[type-var]
     with pytest.raises(OptionError, match="defines neither `apply` nor a whole-tensor `update`"):
         register_muon_algorithm(type("Empty", (MuonAlgorithm,), {"name": "empty"}))
     with pytest.raises(OptionError, match=r"BufferSpec\.like: must be one of grad, grad_rows, scalar, got 'rows'"):
