@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from dmuown.errors import GradientError, OptionError
-from dmuown.ownership.record import record_of
+from dmuown.ownership.record import Record, record_of
 from dmuown.ownership.registry import runtime_of
 
 
@@ -52,13 +53,13 @@ def clip_grad_norm_(
     params = [param for param in model.parameters() if param.grad is not None]
     device = next(iter(runtime.records.values())).device
     total = torch.zeros((), dtype=torch.float32, device=device)
+    across = _tensor_parallel(runtime.records.values())
     for param in params:
-        total = _combine(total, _share(param, norm_type, runtime.link.rank), norm_type)
+        total = _combine(total, _share(param, norm_type, runtime.link.rank, across), norm_type)
     operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-    if runtime.link.group is not None:
-        dist.all_reduce(total, op=operation, group=runtime.link.group)
-    for group in _other_groups(model.parameters(), runtime.records.values()):
-        dist.all_reduce(total, op=operation, group=group)
+    for group in (runtime.link.group, *(mesh.get_group(name) for name, mesh in across.items())):
+        if group is not None:
+            dist.all_reduce(total, op=operation, group=group)
     norm = total if math.isinf(norm_type) else total.pow(1.0 / norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise GradientError(
@@ -71,15 +72,20 @@ def clip_grad_norm_(
     return norm
 
 
-def _share(param: Tensor, norm_type: float, rank: int) -> Tensor | None:
+def _share(param: Tensor, norm_type: float, rank: int, across: Mapping[str, DeviceMesh]) -> Tensor | None:
     """This rank's part of the norm to the power of its order; None where another rank counts it."""
     grad = param.grad
     assert grad is not None
+    own: tuple[str, ...] = ()
     if isinstance(grad, DTensor):
+        own = grad.device_mesh.mesh_dim_names or ()
         coordinate: Sequence[int] = grad.device_mesh.get_coordinate() or ()
         if any(isinstance(place, Replicate) and at != 0 for place, at in zip(grad.placements, coordinate, strict=True)):
             return None
     elif record_of(param) is None and rank != 0:
+        return None
+    # What tensor parallelism did not cut, each of its ranks has: the first one counts it.
+    if any(name not in own and mesh.get_local_rank(name) != 0 for name, mesh in across.items()):
         return None
     local = _local(grad).float()
     if local.numel() == 0:
@@ -97,18 +103,14 @@ def _combine(total: Tensor, share: Tensor | None, norm_type: float) -> Tensor:
     return torch.maximum(total, share) if math.isinf(norm_type) else total + share
 
 
-def _other_groups(params: Iterable[nn.Parameter], records: Iterable[object]) -> list[dist.ProcessGroup]:
-    """Groups of tensor-parallel dimensions: those of dedicated parameters that another mesh cut."""
-    from dmuown.ownership.record import Record
-
-    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+def _tensor_parallel(records: Iterable[Record]) -> dict[str, DeviceMesh]:
+    """Mesh dimensions over which dedicated parameters are tensor-parallel, by name."""
+    found: dict[str, DeviceMesh] = {}
     for record in records:
-        if isinstance(record, Record) and record.tensor_parallel is not None:
+        if record.tensor_parallel is not None:
             mesh = record.tensor_parallel[0]
-            for dimension in range(mesh.ndim):
-                group = mesh.get_group(dimension)
-                groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
-    return list(groups.values())
+            found.update(dict.fromkeys(mesh.mesh_dim_names or (), mesh))
+    return found
 
 
 def _local(tensor: Tensor) -> Tensor:

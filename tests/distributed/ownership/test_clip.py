@@ -1,0 +1,87 @@
+"""The global gradient norm, against torch's own on the gathered gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dmuown.errors import GradientError, OptionError, OwnershipError
+from dmuown.ownership import clip_grad_norm_
+from tests.distributed.harness import RankPool
+from tests.distributed.ownership.models import batch, build, loss_of
+from tests.distributed.ownership.training import (
+    TIGHT,
+    compare,
+    dedicated,
+    matrices_in_layers,
+    mesh_of,
+    policy,
+    shard_rest,
+    whole_gradients,
+)
+
+
+def _clip(rank: int, world_size: int, rest: str, replicate: int) -> None:
+    for norm_type in (2.0, 1.0, 3.0, math.inf):
+        for max_norm in (0.01, 1e9, math.inf):
+            model, plain = build(tied=not rest).double(), build(tied=not rest).double()
+            mesh = mesh_of(world_size, replicate=replicate)
+            if rest:
+                defaults = {"defaults": policy()["defaults"]}
+                dedicated(model, mesh, predicate=matrices_in_layers, param_policy=defaults)
+            else:
+                dedicated(model, mesh)
+            caller: nn.Module = model
+            if rest == "fsdp2":
+                shard_rest(model, mesh)
+            elif rest == "ddp":
+                caller = DistributedDataParallel(model)
+            loss_of(caller, batch(0, rank)).backward()
+            torch.stack([loss_of(plain, batch(0, each)) for each in range(world_size)]).mean().backward()
+            norm = clip_grad_norm_(caller, max_norm, norm_type)
+            expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
+            torch.testing.assert_close(norm, expected.float(), rtol=1e-6, atol=0)
+            clipped = {name: param.grad for name, param in plain.named_parameters()}
+            tolerance: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-9} if max_norm == 0.01 else TIGHT
+            compare(whole_gradients(model), clipped, "clipped gradient", tolerance)
+
+
+@pytest.mark.parametrize("rest", ["", "fsdp2", "ddp"])
+def test_equals_torch_on_two_ranks(ranks2: RankPool, rest: str) -> None:
+    ranks2.run(_clip, rest, 1)
+
+
+@pytest.mark.parametrize("rest", ["", "fsdp2"])
+def test_equals_torch_under_hsdp(ranks4: RankPool, rest: str) -> None:
+    ranks4.run(_clip, rest, 2)
+
+
+def _refused(rank: int, world_size: int) -> None:
+    with pytest.raises(OwnershipError, match="has no dedicated parameters"):
+        clip_grad_norm_(build(), 1.0)
+    model = build()
+    dedicated(model, mesh_of(world_size))
+    loss_of(model, batch(0, rank)).backward()
+    for bad in (-1.0, math.nan):
+        with pytest.raises(OptionError, match="max_norm: must be 0 or more"):
+            clip_grad_norm_(model, bad)
+        with pytest.raises(OptionError, match="norm_type: must be positive"):
+            clip_grad_norm_(model, 1.0, bad)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.grad is not None and rank == 0:
+                param.grad.mul_(math.inf)
+                break
+    # One rank's overflow is every rank's error.
+    with pytest.raises(GradientError, match=r"norm is (inf|nan)"):
+        clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+    assert not torch.isfinite(clip_grad_norm_(model, math.inf))
+
+
+def test_bad_input(ranks2: RankPool) -> None:
+    ranks2.run(_refused)
