@@ -80,8 +80,8 @@ def before(algorithm: MuonAlgorithm, batch: MatrixBatch, dtype: torch.dtype) -> 
         directions = torch.empty((count * depth, m, n), dtype=dtype, device=first.device)
     else:
         directions = torch.empty((count * depth, n, m), dtype=dtype, device=first.device).mT
-    for step in batch.state.get("step", ()):
-        step.add_(1)
+    if batch.state.get("step"):
+        torch._foreach_add_(batch.state["step"], 1)
     batch.scratch["magnitude_gradient"] = rows.before(
         kind,
         batch.gradients,
@@ -114,17 +114,16 @@ def after(algorithm: MuonAlgorithm, batch: MatrixBatch, update: Sequence[Tensor]
         return False
     from dmuown.kernels import rows
 
-    update = list(update)
-    if not rows.uniform(update):
-        update = [matrix.contiguous() for matrix in update]
+    whole = stack_of(update)
+    if whole is None:
+        whole = torch.cat(list(update))
     kind, scale_of = _COVERED[type(algorithm)]
     options, state = batch.options, batch.state
     scale = scale_of(batch)
     multipliers: Tensor | None = None
     if "variance_neuron" in state:
-        stacked = stack_of(update)
         multipliers = rows.neuron(
-            torch.cat(update) if stacked is None else stacked,
+            whole,
             state["variance_neuron"],
             beta2=float(options["muon_beta2"]),
             epsilon=float(options["normalization_epsilon"]),
@@ -137,7 +136,7 @@ def after(algorithm: MuonAlgorithm, batch: MatrixBatch, update: Sequence[Tensor]
     rows.after(
         kind,
         batch.weights,
-        update,
+        whole,
         lr=options["lr"],
         weight_decay=0.0 if kind == "angular" else options["weight_decay"],
         scale=scale,

@@ -131,7 +131,7 @@ def before_kernel(
 
 
 # Operands of the table of `after_kernel`, in order.
-_A_WEIGHT, _A_MAGNITUDE, _A_NORM, _A_FIRST, _A_SECOND, _A_UPDATE, _A_STEP = (tl.constexpr(i) for i in range(7))
+_A_WEIGHT, _A_MAGNITUDE, _A_NORM, _A_FIRST, _A_SECOND, _A_STEP = (tl.constexpr(i) for i in range(6))
 
 
 @triton.jit
@@ -154,12 +154,12 @@ def _moved(weight, update, scale, length, KIND: tl.constexpr, CAUTIOUS: tl.const
 
 @triton.jit(do_not_specialize=["tensors", "programs"])
 def after_kernel(
-    table, dg_ptr, multiplier_ptr, tensors, programs, m, n, total_rows, lr, weight_decay, scale, floor, epsilon,
+    table, update_ptr, dg_ptr, multiplier_ptr, tensors, programs, m, n, total_rows, lr, weight_decay, scale, floor, epsilon,
     beta1, beta2, corrected1, corrected2,
     w_batch, w_row, w_col, s_batch, s_row, u_batch, u_row, u_col,
     KIND: tl.constexpr, DECAY: tl.constexpr, CAUTIOUS: tl.constexpr, MULTIPLIED: tl.constexpr,
     LIVE_LR: tl.constexpr, LIVE_DECAY: tl.constexpr, LIVE_STEP: tl.constexpr,
-    WEIGHT: tl.constexpr, UPDATE: tl.constexpr, ALIGNED: tl.constexpr,
+    WEIGHT: tl.constexpr, ALIGNED: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, WHOLE: tl.constexpr,
 ):
     """Update -> weights and row state. Strides: weight, row state, update."""
@@ -170,7 +170,7 @@ def after_kernel(
     batch = (row // m).to(tl.int64)
     inner = (row % m).to(tl.int64)
     w_rows = batch * w_batch + inner * w_row
-    u_rows = batch * u_batch + inner * u_row
+    u_rows = (tensor.to(tl.int64) * (total_rows // m) + batch) * u_batch + inner * u_row
     s_rows = batch * s_batch + inner * s_row
     flat = tensor.to(tl.int64) * total_rows + row
     rate_lr = _scalar(lr, LIVE_LR)
@@ -181,7 +181,6 @@ def after_kernel(
     if MULTIPLIED:
         length *= tl.load(multiplier_ptr + flat, mask=row_mask, other=0.0)
     weight_ptr = _address(table, _A_WEIGHT, tensors, tensor, WEIGHT, ALIGNED)
-    update_ptr = _address(table, _A_UPDATE, tensors, tensor, UPDATE, ALIGNED)
     to_direction = tl.zeros((ROWS,), dtype=tl.float32)
     if KIND != _KIND_MUON:
         magnitude_ptr = _address(table, _A_MAGNITUDE, tensors, tensor, tl.float32, False)

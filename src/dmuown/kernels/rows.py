@@ -94,7 +94,7 @@ def before(
 
 
 def after(
-    kind: str, weights: Sequence[Tensor], updates: Sequence[Tensor], *, lr: float | Tensor,
+    kind: str, weights: Sequence[Tensor], updates: Tensor, *, lr: float | Tensor,
     weight_decay: float | Tensor, scale: float, multipliers: Tensor | None = None, cautious: bool = False,
     magnitudes: Sequence[Tensor] | None = None, norms: Sequence[Tensor] | None = None,
     first_moments: Sequence[Tensor] | None = None, second_moments: Sequence[Tensor] | None = None,
@@ -106,7 +106,7 @@ def after(
     Args:
         kind: `muon`, `muown` or `angular`.
         weights: [batch, m, n] each; updated in place.
-        updates: As `weights`, any strides equal among them; not changed.
+        updates: [len(weights) * batch, m, n], any strides; not changed.
         lr: Learning rate, a float or a 0-d fp32 tensor on the device.
         weight_decay: As `lr`; decay uses the unscaled learning rate.
         scale: Multiplies the learning rate of the update.
@@ -133,23 +133,21 @@ def after(
     if split and steps is not None and not live_step:
         taken = float(steps[0])
         corrected = (1.0 - betas[0] ** taken, 1.0 - betas[1] ** taken)
-    # Tables are cached by addresses; updates, which are new memory every step, come last but for the steps.
-    table, aligned = _table([weights, magnitudes, norms, firsts, seconds, updates, step_operand], wide=None)
-    aligned = aligned and all(x.data_ptr() % 16 == 0 for x in (*weights, *updates))
-    tile = _tile(batch * m, n, [first, updates[0]])
+    table, aligned = _table([weights, magnitudes, norms, firsts, seconds, step_operand], wide=1)
+    tile = _tile(batch * m, n, [first, updates])
     programs = triton.cdiv(batch * m, tile.rows)
     state = magnitudes[0].stride()[:2] if split else (0, 0)
     decays = isinstance(weight_decay, Tensor) or weight_decay != 0
     dummy = first if dg is None else dg
     arguments = (
-        table, dummy, dummy if multipliers is None else multipliers, count, programs, m, n, batch * m,
+        table, updates, dummy, dummy if multipliers is None else multipliers, count, programs, m, n, batch * m,
         lr if isinstance(lr, Tensor) else float(lr),
         weight_decay if isinstance(weight_decay, Tensor) else float(weight_decay),
         float(scale), float(floor), float(epsilon), float(betas[0]), float(betas[1]), *corrected,
-        *first.stride(), *state, *updates[0].stride(),
+        *first.stride(), *state, *updates.stride(),
         KINDS[kind], decays, cautious, multipliers is not None,
         isinstance(lr, Tensor), isinstance(weight_decay, Tensor), live_step,
-        _TYPES[first.dtype], _TYPES[updates[0].dtype], aligned, tile.rows, tile.cols, tile.whole,
+        _TYPES[first.dtype], aligned, tile.rows, tile.cols, tile.whole,
     )
     launch(
         row_kernels.after_kernel, specialization(arguments), (count * programs, 1, 1), arguments, first.device,

@@ -38,7 +38,7 @@ def gram_iteration(x: Tensor, triples: Sequence[Triple], ops: Operations, restar
     Source: Gram Newton-Schulz, Dao-AILab (2026).
     """
     batch, m, _ = x.shape
-    r, z, q, work, update = (torch.empty((batch, m, m), dtype=x.dtype, device=x.device) for _ in range(5))
+    r, z, q, work = (torch.empty((batch, m, m), dtype=x.dtype, device=x.device) for _ in range(4))
     spare = torch.empty_like(x)
     ops.symmetric_product(x, out=r)
     steps_in_run = 0
@@ -53,8 +53,8 @@ def gram_iteration(x: Tensor, triples: Sequence[Triple], ops: Operations, restar
         ops.symmetric_product_add(r, r, r, alpha=c, beta=b, out=z)
         # Polynomials of the same R commute, so every product here is symmetric.
         if step < last and step + 1 not in restarts:
-            ops.symmetric_product_add(r, z, r, alpha=1.0, beta=a, out=update)
-            ops.symmetric_product_add(z, update, update, alpha=1.0, beta=a, out=r)
+            ops.symmetric_product_add(r, z, r, alpha=1.0, beta=a, out=work)
+            ops.symmetric_product_add(z, work, work, alpha=1.0, beta=a, out=r)
         if steps_in_run == 0:
             # Q = a I + Z, of which only Z is stored: the identity joins the next factor.
             first_a = a

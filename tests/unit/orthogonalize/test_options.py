@@ -97,7 +97,9 @@ def test_auto_dtype_is_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         assert resolve_orthogonalizer({"scheme": "gram"}, CPU).dtype == expected
     cuda = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
-    assert resolve_orthogonalizer({}, cuda).dtype == torch.bfloat16
+    assert resolve_orthogonalizer({}, cuda).dtype == torch.float16
+    assert resolve_orthogonalizer({"ns_form": "plain"}, cuda).dtype == torch.bfloat16
+    assert resolve_orthogonalizer({"newton_schulz_func": torch.sign}, cuda).dtype == torch.bfloat16
     assert resolve_orthogonalizer({"scheme": "gram"}, cuda).dtype == torch.float16
     assert resolve_orthogonalizer({"scheme": "gram", "ns_dtype": "bfloat16"}, cuda).dtype == torch.bfloat16
 

@@ -1,0 +1,253 @@
+"""A whole optimizer step as one CUDA graph: host time shrinks to one launch.
+
+A graph freezes addresses and numbers. Live are the learning rates, weight decays that were not 0 at capture, and the
+step counts; any other change of a group records the graph anew. Gradients are read where they were at capture:
+one that backward put elsewhere is copied there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dmuown.algorithms import MuonAlgorithm
+from dmuown.engine.layout import local_tensor
+from dmuown.engine.optimizer import MuonEngine
+from dmuown.errors import GradientError, LayoutError, OptionError, OptionTypeError
+
+logger = logging.getLogger(__name__)
+
+#: Steps taken ordinarily before the one that is recorded: kernels compile and caches fill outside the graph.
+WARMUP_STEPS = 2
+
+#: Group keys that a replay does not freeze.
+_LIVE = frozenset({"params", "lr", "weight_decay", "step"})
+
+
+class CapturedStep:
+    """Steps an optimizer by replaying its recorded step. Made by `capture`.
+
+    The first `WARMUP_STEPS` calls of `step` are ordinary steps; the next one records. Learning-rate schedulers
+    are built on the optimizer as usual. Gradients: zero them with this object's `zero_grad`, which keeps their
+    memory, so that backward accumulates into what the graph reads.
+
+    Attributes:
+        optimizer: The optimizer; its groups and state remain the place to look at and to save.
+    """
+
+    def __init__(self, optimizer: MuonEngine) -> None:
+        self.optimizer = optimizer
+        self._warm = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._frozen: list[dict[str, Any]] = []
+        self._live: list[dict[str, tuple[Tensor, float]]] = []
+        self._gradients: dict[Tensor, Tensor] = {}
+        self._moved_before = False
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups."""
+        return self.optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Do one step.
+
+        Args:
+            closure: Re-evaluates the model and returns the loss; runs outside the graph.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            GradientError: A parameter has no gradient.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        _require_gradients(self.optimizer)
+        if self._warm < WARMUP_STEPS:
+            self._warm += 1
+            self.optimizer.step()
+            return loss
+        if self._graph is None or self._frozen != _frozen_options(self.optimizer):
+            self._record()
+        self._replay()
+        return loss
+
+    def zero_grad(self) -> None:
+        """Zero gradients in place."""
+        self.optimizer.zero_grad(set_to_none=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load into the optimizer; the next step records anew."""
+        self.release()
+        self.optimizer.load_state_dict(dict(state_dict))
+        self._warm = 0
+
+    def release(self) -> None:
+        """Free the graph and its memory. The optimizer steps ordinarily again; a later `step` here records anew."""
+        if self._graph is not None:
+            torch.cuda.synchronize()
+            self._graph.reset()
+        self._graph = None
+        self._live, self._gradients = [], {}
+
+    def _record(self) -> None:
+        self.release()
+        _steps_to_device(self.optimizer)
+        self._gradients = {
+            param: param.grad for group in self.param_groups for param in group["params"] if param.grad is not None
+        }
+        self._frozen = _frozen_options(self.optimizer)
+        self._live = [_live_options(group, param_device(group)) for group in self.param_groups]
+        kept = [{key: group[key] for key in ("lr", "weight_decay", "step")} for group in self.param_groups]
+        for group, live in zip(self.param_groups, self._live, strict=True):
+            group.update({key: tensor for key, (tensor, _) in live.items()})
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        try:
+            with torch.cuda.graph(graph):
+                MuonEngine.step(self.optimizer)
+        finally:
+            for group, values in zip(self.param_groups, kept, strict=True):
+                group.update(values)
+        self._graph = graph
+
+    def _replay(self) -> None:
+        assert self._graph is not None
+        moved = [
+            (static, param.grad)
+            for param, static in self._gradients.items()
+            if param.grad is not static and param.grad is not None and param.grad.data_ptr() != static.data_ptr()
+        ]
+        if moved:
+            if not self._moved_before:
+                logger.warning(
+                    "captured step: %d gradients have moved since capture and are copied each time; "
+                    "use its zero_grad(), which keeps their memory",
+                    len(moved),
+                )
+                self._moved_before = True
+            torch._foreach_copy_([static for static, _ in moved], [grad for _, grad in moved])
+        for group, live in zip(self.param_groups, self._live, strict=True):
+            group["step"] += 1
+            for key, (tensor, last) in live.items():
+                if group[key] != last:
+                    tensor.fill_(group[key])
+                    live[key] = (tensor, group[key])
+        self._graph.replay()
+        self.optimizer._opt_called = True  # what torch's schedulers look at
+
+
+def capture(optimizer: torch.optim.Optimizer) -> CapturedStep:
+    """Replay this optimizer's step from a CUDA graph.
+
+    Args:
+        optimizer: One of this package's, all parameters whole on one CUDA device.
+
+    Returns:
+        An object whose `step` takes the place of the optimizer's.
+
+    Raises:
+        OptionTypeError: Another optimizer.
+        LayoutError: Parameters off CUDA, or sharded over several ranks: their agreement on gradients runs on the host.
+        OptionError: An option that needs the host in every step.
+    """
+    if not isinstance(optimizer, MuonEngine):
+        raise OptionTypeError("capture", f"takes an optimizer of this package, got {type(optimizer).__name__}")
+    if optimizer._nonfinite != "propagate":
+        raise OptionError(
+            "nonfinite", f"must be 'propagate' under capture, got {optimizer._nonfinite!r}: others wait for the card"
+        )
+    devices = set()
+    for record in optimizer.records:
+        if isinstance(record.param, DTensor) and record.param.device_mesh.size() > 1:
+            raise LayoutError(
+                record.name, "is sharded: ranks agree on their gradients through the host in every step",
+                "Step the optimizer itself",
+            )
+        devices.add(local_tensor(record.param).device)
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        raise LayoutError("capture", f"needs all parameters on one CUDA device, got {sorted(map(str, devices))}")
+    for index, group in enumerate(optimizer.param_groups):
+        _check_group(group, f"param group {index}")
+    return CapturedStep(optimizer)
+
+
+def param_device(group: Mapping[str, Any]) -> torch.device:
+    """Device of a group's parameters."""
+    return local_tensor(group["params"][0]).device if group["params"] else torch.device("cuda")
+
+
+def _check_group(group: Mapping[str, Any], where: str) -> None:
+    if group.get("offload_state"):
+        raise OptionError(f"{where}: offload_state", "moves state through the host in every step", "Turn it off")
+    if group["algorithm"] == "angular_muown" and group["decay_degree"] != 0:
+        raise OptionError(
+            f"{where}: decay_degree", "makes the angular rate follow the step count on the host",
+            "Set decay_degree=0 and use a scheduler",
+        )
+    for key in ("lr", "weight_decay"):
+        if isinstance(group[key], Tensor):
+            raise OptionError(f"{where}: {key}", "must be a float under capture: it is kept live from there")
+
+
+def _require_gradients(optimizer: MuonEngine) -> None:
+    for record in optimizer.records:
+        if record.param.grad is None:
+            raise GradientError(
+                record.name, "has no gradient, and a captured step updates every parameter",
+                "Freeze it out of the optimizer, or step the optimizer itself",
+            )
+
+
+def _frozen_options(optimizer: MuonEngine) -> list[dict[str, Any]]:
+    """What a recorded step depends on: all options but the live ones, and whether weight decays."""
+    return [
+        {**{key: value for key, value in group.items() if key not in _LIVE}, **_frozen_decay(optimizer, group)}
+        for group in optimizer.param_groups
+    ]
+
+
+def _frozen_decay(optimizer: MuonEngine, group: Mapping[str, Any]) -> dict[str, Any]:
+    live = _decays_live(group)
+    return {"decays": group["weight_decay"] != 0} if live else {"weight_decay": group["weight_decay"]}
+
+
+def _decays_live(group: Mapping[str, Any]) -> bool:
+    """Matrix algorithms read decay from the device; torch's fused AdamW takes a number."""
+    from dmuown.algorithms import get_algorithm
+
+    return isinstance(get_algorithm(group["algorithm"]), MuonAlgorithm)
+
+
+def _live_options(group: Mapping[str, Any], device: torch.device) -> dict[str, tuple[Tensor, float]]:
+    keys = ["lr"]
+    if _decays_live(group) and group["weight_decay"] != 0:
+        keys.append("weight_decay")
+    return {
+        key: (torch.tensor(float(group[key]), dtype=torch.float32, device=device), float(group[key])) for key in keys
+    }
+
+
+def _steps_to_device(optimizer: MuonEngine) -> None:
+    """Step counts that the host kept move to the card, where the graph counts them on."""
+    for record in optimizer.records:
+        state = optimizer.state[record.param]
+        step = state.get("step")
+        if isinstance(step, Tensor) and step.device.type == "cpu":
+            state["step"] = step.to(local_tensor(record.param).device)
+
+
+__all__ = ["CapturedStep", "capture"]
