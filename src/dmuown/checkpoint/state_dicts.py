@@ -12,6 +12,7 @@ package as well: state is complete from construction, so torch never initializes
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
-from dmuown.checkpoint.broadcast import broadcast_optimizer_state
+from dmuown.checkpoint.broadcast import broadcast_optimizer_state, broadcast_values, cut
 from dmuown.checkpoint.entries import optimizer_entries
 from dmuown.checkpoint.flat import flatten, unflatten
 from dmuown.checkpoint.names import as_optimizers, optimizer_fqns
@@ -76,6 +77,14 @@ def set_model_state_dict(
     for name, value in model_state_dict.items():
         resolved = resolve_name(name, torch_names)
         saved[torch_names.get(resolved, resolved)] = value
+    if options.full_state_dict:
+        live = torch_state_dict.get_model_state_dict(model)
+        if not any(isinstance(value, Tensor) and value.is_meta for value in live.values()):
+            # torch cannot cut uneven shards under FSDP2 and tensor parallelism together.
+            if options.broadcast_from_rank0 and dist.is_initialized():
+                saved = broadcast_values(saved, live)
+            saved = {name: cut(value, live.get(name)) for name, value in saved.items()}
+            options = replace(options, full_state_dict=False, broadcast_from_rank0=False, cpu_offload=False)
     return torch_state_dict.set_model_state_dict(model, saved, options=options)
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as torch_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import dmuown
 from tests.unit.checkpoint.training import ALGORITHMS, assert_same, build, tensors, train
@@ -34,10 +35,10 @@ def by_own_files(old: tuple[Any, Any, Any], new: tuple[Any, Any, Any], folder: P
 
 def by_torch_functions(old: tuple[Any, Any, Any], new: tuple[Any, Any, Any], folder: Path) -> None:
     model_state, state = torch_state_dict.get_state_dict(old[0], old[1])
-    dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=folder / "saved", no_dist=True)
+    save({"model": model_state, "optimizer": state}, checkpoint_id=folder / "saved", no_dist=True)
     model_state, state = torch_state_dict.get_state_dict(new[0], new[1])
-    loaded = {"model": model_state, "optimizer": state}
-    dcp.load(loaded, checkpoint_id=folder / "saved", no_dist=True)
+    loaded: Any = {"model": model_state, "optimizer": state}
+    load(loaded, checkpoint_id=folder / "saved", no_dist=True)
     torch_state_dict.set_state_dict(
         new[0], new[1], model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
     )
@@ -48,9 +49,9 @@ def by_flattened_torch_functions(old: tuple[Any, Any, Any], new: tuple[Any, Any,
     """As AutoModel does it."""
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     state = torch_state_dict.get_optimizer_state_dict(old[0], old[1], options=options)
-    dcp.save({"optim": state}, checkpoint_id=folder / "saved", no_dist=True)
+    save({"optim": state}, checkpoint_id=folder / "saved", no_dist=True)
     loaded = {"optim": torch_state_dict.get_optimizer_state_dict(new[0], new[1], options=options)}
-    dcp.load(loaded, checkpoint_id=folder / "saved", no_dist=True)
+    load(loaded, checkpoint_id=folder / "saved", no_dist=True)
     torch_state_dict.set_optimizer_state_dict(new[0], new[1], loaded["optim"], options=options)
     new[0].load_state_dict(old[0].state_dict())
     new[2].load_state_dict(old[2].state_dict())

@@ -36,7 +36,7 @@ def checkpointed(model: Any) -> Any:
 
 
 def both(model: Any) -> Any:
-    model.outer = checkpoint_wrapper(torch.compile(model.outer))
+    model.outer = checkpoint_wrapper(compiled(model.outer))
     return torch.compile(model)
 
 
