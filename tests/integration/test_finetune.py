@@ -40,8 +40,8 @@ class Run(NamedTuple):
 
     def optimizer_state(self) -> dict[str, object]:
         """Every entry of the saved optimizer state, whole, by its flattened name."""
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
         assert self.summary.checkpoint is not None
