@@ -23,30 +23,11 @@ from tests.distributed.sharding import (
     snapshot,
     train_sharded,
     train_whole,
+    zero_where_absent,
 )
 from tests.distributed.test_layouts import GRID, LINE, SQUARE, on
 
 ROWS = on(LINE["rows, uneven"], 4)
-
-
-def zero_rows(run: Run, step: int, index: int) -> Tensor | None:
-    """The whole gradient that ranks without one amount to: their shards are zero, unless a replica has them."""
-    ranks = run.absent.get((step, index), ())
-    if not ranks:
-        return run.whole(step + 1, index)
-    everyone = torch.tensor(run.layout.mesh).reshape(-1).tolist()
-    if len(ranks) == len(everyone):
-        return None
-    whole = run.whole(step + 1, index)
-    held = torch.zeros_like(whole)
-    grid = torch.tensor(run.layout.mesh)
-    places = torch.arange(whole.numel()).reshape(whole.shape)
-    for rank in everyone:
-        if rank not in ranks:
-            coordinate = (grid == rank).nonzero()[0].tolist()
-            index_of = run.layout.cut(places, coordinate).reshape(-1)
-            held.view(-1)[index_of] = whole.view(-1)[index_of]
-    return held
 
 
 ABSENT: dict[str, dict[tuple[int, int], tuple[int, ...]]] = {
@@ -69,7 +50,7 @@ ABSENT: dict[str, dict[tuple[int, int], tuple[int, ...]]] = {
 def test_a_missing_gradient_is_zero_or_its_replicas(ranks4: RankPool, layout: Layout, absent: str) -> None:
     """Invariant 5: never a hang. And 1: replicas without a gradient take it from those that have it."""
     run = Run(layout, ALGORITHMS, steps=4, absent=ABSENT[absent])
-    whole = train_whole(run, lambda step, index: zero_rows(run, step, index))
+    whole = train_whole(run, lambda step, index: zero_where_absent(run, step, index))
     results = ranks4.run(train_sharded, run, timeout=60)
     assert_sharded_equals_whole(run, results, whole, rtol=1e-5)
     if absent == "always":
