@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from dmuown._version import __version__
+from dmuown.commands import register
 from dmuown.errors import DmuownError
 
 app = typer.Typer(
@@ -72,6 +73,9 @@ def finetune(
     from dmuown.automodel.launch import launch
 
     raise typer.Exit(launch(config, context.args, processes=nproc_per_node))
+
+
+register(app)
 
 
 def quieten_host() -> None:

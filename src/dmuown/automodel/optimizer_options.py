@@ -74,6 +74,44 @@ def _override(key: str, value: Any) -> Override:
     return Override(**options.override(key, value))
 
 
+def check_as_group(optimizer_class: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> None:
+    """Check arguments by the rules of the optimizer itself: now rather than after the model is loaded.
+
+    The optimizer is not built: building any torch optimizer imports torch's compiler, seconds for a check.
+
+    Raises:
+        OptionError: What the optimizer would refuse.
+    """
+    from dmuown.engine.optimizer import MuonEngine
+    from dmuown.engine.options import check_names, complete_group
+    from dmuown.orthogonalize import resolve_orthogonalizer
+
+    class Collector(MuonEngine):
+        """Stands in the engine's place, below the optimizer's own constructor, and keeps what arrives."""
+
+        def __init__(self, params: Any, *, defaults: Mapping[str, Any], nonfinite: str = "", **others: Any) -> None:
+            self.arguments, self.nonfinite = dict(defaults), nonfinite
+
+    probe: Any = type("Probe", (optimizer_class, Collector), {})((), **arguments)
+    where = optimizer_class.__qualname__
+    options.choice(f"{where}: nonfinite", probe.nonfinite, ("raise", "skip", "propagate"))
+    defaults = {key: value for key, value in probe.arguments.items() if value is not None}
+    check_names(defaults, where)
+    # Matrices have no decay in AngularMuown, whose groups of other algorithms may have one.
+    group: dict[str, Any] = {"params": [], **defaults, "weight_decay": 0.0}
+    complete_group(group, where, defaults)
+    try:
+        resolve_orthogonalizer(group, torch.device("cpu"))
+    except OptionError as error:
+        raise OptionError(
+            f"{where}: {_GROUP_KEYS.get(error.subject, error.subject)}", error.rule, error.remedy
+        ) from None
+
+
+#: Group keys by the orthogonalizer's own names for them.
+_GROUP_KEYS = {"dtype": "ns_dtype", "steps": "ns_steps", "epsilon": "ns_epsilon", "norm": "ns_norm", "form": "ns_form"}
+
+
 def precision_fields(policy: ParamPolicy) -> list[str]:
     """Return the precision fields that a policy sets, which only the ownership runtime obeys."""
     given = {name for fields in (policy.defaults, *(rule.set for rule in policy.overrides)) for name in fields.given()}
@@ -193,8 +231,7 @@ class MatrixOptions:
         if self.ns_epsilon is not None:
             self.ns_epsilon = options.positive("ns_epsilon", self.ns_epsilon)
         self.check_own()
-        # The rules of the optimizer itself, on a matrix of one element: now rather than after the model is loaded.
-        self.build_from_param_groups([{"params": [torch.nn.Parameter(torch.zeros(1, 1))], "weight_decay": 0.0}])
+        check_as_group(self.optimizer_class(), self.optimizer_options())
 
     @classmethod
     def title(cls) -> str:

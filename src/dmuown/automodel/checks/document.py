@@ -1,0 +1,173 @@
+"""A recipe's YAML: loaded safely, with the line of every key, values as the host would read them."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dmuown.errors import OptionError
+
+_WORDS: dict[str, Any] = {"none": None, "None": None, "true": True, "True": True, "false": False, "False": False}
+_VARIABLE = re.compile(r"\$\{(?:oc\.env:)?(\w+)(?:[:,-][^}]*)?\}|\$(\w+)")
+# Literals longer than this stay strings, as in the host.
+_LONGEST_LITERAL = 1000
+
+
+@dataclass
+class Document:
+    """A configuration file.
+
+    Attributes:
+        path: The file.
+        config: Its content, overrides applied, strings that spell numbers, booleans or none translated.
+        lines: Line of every dotted key, from 1; elements of lists are `key[0]`.
+        overridden: Dotted keys that the command line set.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    lines: dict[str, int] = field(default_factory=dict)
+    overridden: tuple[str, ...] = ()
+
+    def get(self, dotted: str, default: Any = None) -> Any:
+        """Return the value at a dotted key, or `default`."""
+        node: Any = self.config
+        for part in dotted.split("."):
+            if not isinstance(node, Mapping) or part not in node:
+                return default
+            node = node[part]
+        return node
+
+    def has(self, dotted: str) -> bool:
+        """Whether the key is there, whatever its value."""
+        marker = object()
+        return self.get(dotted, marker) is not marker
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader; a key that appears twice in one mapping is an error, where YAML takes the last."""
+
+
+def read_document(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Document:
+    """Read a file and apply `--dotted.key value` overrides.
+
+    Raises:
+        OptionError: No such file, no YAML, no mapping at the top, a key twice, or an argument that is no override.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise OptionError(str(path), "is no file", "Give the path of a YAML configuration")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise OptionError(str(path), f"is no text in UTF-8: {error}", "Give the path of a YAML configuration") from None
+    try:
+        root = yaml.compose(text, Loader=_Loader)
+        lines: dict[str, int] = {}
+        if root is not None:
+            _note_lines(root, "", lines)
+        content = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise OptionError(str(path), f"is no valid YAML: {_one_line(error)}", "Correct it") from None
+    except RecursionError:
+        raise OptionError(str(path), "refers to itself", "Remove the anchor that contains its own alias") from None
+    if not isinstance(content, dict):
+        raise OptionError(
+            str(path), f"must be a mapping of sections, got {type(content).__name__}", "See configs/automodel"
+        )
+    config = _translated(content)
+    given = parse_overrides(overrides)
+    for dotted, value in given.items():
+        _set(config, dotted, value)
+    return Document(file, config, lines, tuple(given))
+
+
+def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return {dotted key: value} of `--dotted.key value` and `--dotted.key=value`; a key alone means true.
+
+    Raises:
+        OptionError: An argument belongs to no key.
+    """
+    found: dict[str, Any] = {}
+    rest = list(arguments)
+    while rest:
+        key = rest.pop(0)
+        if not key.startswith("--") or key in ("--", "--="):
+            raise OptionError(key, "belongs to no --dotted.key", "Write overrides as --section.key value")
+        name, equals, value = key[2:].partition("=")
+        if not equals:
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else "True"
+        found[name] = translate(value)
+    return found
+
+
+def translate(value: Any) -> Any:
+    """Return what the host makes of a string: a word such as `none`, a Python literal, or itself."""
+    if not isinstance(value, str):
+        return value
+    if value in _WORDS:
+        return _WORDS[value]
+    if len(value) > _LONGEST_LITERAL or not re.match(r"[\s\d+\-.({\['\"]", value):
+        return value
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return value
+
+
+def unset_variables(value: str) -> list[str]:
+    """Names of the environment variables in `value` (`$NAME`, `${NAME}`) that are not set and have no default."""
+    found = []
+    for match in _VARIABLE.finditer(value):
+        name = match.group(1) or match.group(2)
+        has_default = bool(match.group(1)) and re.search(r"\{(?:oc\.env:)?\w+[:,-]", match.group()) is not None
+        if name not in os.environ and not has_default:
+            found.append(name)
+    return found
+
+
+def _translated(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {str(key): _translated(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_translated(value) for value in node]
+    return translate(node)
+
+
+def _note_lines(node: yaml.Node, prefix: str, lines: dict[str, int]) -> None:
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key_node, value_node in node.value:
+            key = str(getattr(key_node, "value", ""))
+            line = key_node.start_mark.line + 1
+            dotted = f"{prefix}.{key}" if prefix else key
+            if key in seen and key != "<<":
+                raise OptionError(dotted, f"appears twice in one mapping, again on line {line}", "Keep one of them")
+            seen.add(key)
+            lines[dotted] = line
+            _note_lines(value_node, dotted, lines)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value_node in enumerate(node.value):
+            lines[f"{prefix}[{index}]"] = value_node.start_mark.line + 1
+            _note_lines(value_node, f"{prefix}[{index}]", lines)
+
+
+def _one_line(error: yaml.YAMLError) -> str:
+    return re.sub(r"\s+", " ", str(error)).strip()
+
+
+def _set(config: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, last = dotted.split(".")
+    node = config
+    for parent in parents:
+        if not isinstance(node.get(parent), dict):
+            node[parent] = {}
+        node = node[parent]
+    node[last] = value

@@ -1,0 +1,168 @@
+"""The engine's exchange, by rank: who orthogonalizes what, and what is sent. Owners are the engine's own choice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmuown.engine.exchange import wire_dtype
+from dmuown.engine.layout import MatrixLayout
+from dmuown.engine.plan import Bucket, Place, assign_owners
+
+
+@dataclass
+class BucketPlan:
+    """One bucket: parameters of equal shape and layout, updated as one task.
+
+    Attributes:
+        bucket: The engine's description of it.
+        collectives: All-to-alls and all-gathers of a step, the same on every rank.
+        bytes_sent: Bytes that each rank of the stage sends.
+        work: Floating-point operations of orthogonalization, by rank.
+        matrices: Matrices that each rank orthogonalizes.
+        buffers: Bytes that the exchange holds at its peak, by rank.
+    """
+
+    bucket: Bucket
+    collectives: dict[str, int] = field(default_factory=dict)
+    bytes_sent: list[float] = field(default_factory=list)
+    work: list[float] = field(default_factory=list)
+    matrices: list[int] = field(default_factory=list)
+    buffers: list[float] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The bucket as data that JSON can hold, ranks summed up."""
+        layout = self.bucket.layout
+        return {
+            "shape": list(layout.shape),
+            "parameters": len(self.bucket.params),
+            "matrices": sum(self.matrices),
+            "placements": [str(placement) for placement in layout.placements],
+            "collectives": dict(self.collectives),
+            "bytes_sent": sum(self.bytes_sent),
+            "bytes_sent_largest_rank": max(self.bytes_sent, default=0),
+            "ranks_at_work": sum(count > 0 for count in self.matrices),
+        }
+
+
+def plan_exchange(buckets: Sequence[Bucket], ranks: int, *, batch_size: int | None = None) -> list[BucketPlan]:
+    """Work out the exchange of a stage.
+
+    Args:
+        buckets: Its buckets, by falling cost, as the engine orders them.
+        ranks: Ranks of the stage.
+        batch_size: Matrices at once (the group's option); None takes whole buckets.
+    """
+    plans = [BucketPlan(bucket, {}, [0.0] * ranks, [0.0] * ranks, [0] * ranks, [0.0] * ranks) for bucket in buckets]
+    done: set[tuple[int, tuple[tuple[int, ...], ...]]] = set()
+    for rank in range(ranks):
+        blocks = [_block(plan.bucket.layout, rank) for plan in plans]
+        if all((index, block) in done for index, block in enumerate(blocks)):
+            continue
+        places = assign_owners(buckets, rank)
+        for index, (plan, block) in enumerate(zip(plans, blocks, strict=True)):
+            if (index, block) not in done:
+                done.add((index, block))
+                _count_block(plan, block, places[index], batch_size)
+    return plans
+
+
+def _block(layout: MatrixLayout, rank: int) -> tuple[tuple[int, ...], ...]:
+    """Ranks that hold the same matrices as this one, a tuple per replica."""
+    if layout.mesh is None:
+        return ((0,),)
+    return layout.block_at(_coordinate(layout, rank))
+
+
+def _coordinate(layout: MatrixLayout, rank: int) -> tuple[int, ...]:
+    assert layout.mesh is not None
+    found = []
+    for size in reversed(tuple(layout.mesh.shape)):
+        rank, position = divmod(rank, size)
+        found.append(position)
+    return tuple(reversed(found))
+
+
+def _count_block(
+    plan: BucketPlan, block: tuple[tuple[int, ...], ...], places: Sequence[Place], batch_size: int | None
+) -> None:
+    bucket, layout = plan.bucket, plan.bucket.layout
+    compute = bucket.orthogonalizer.dtype.itemsize
+    wire = wire_dtype(bucket.orthogonalizer.dtype).itemsize
+    whole = layout.m * layout.n
+    owned = [[0] * len(ranks) for ranks in block]
+    for place in places:
+        owned[place.replica][place.owner] += 1
+    in_replica = [sum(counts) for counts in owned]
+    longest = max(in_replica, default=0)
+    per_block = max(1, len(bucket.blocks))
+    chunks = _chunks(bucket, places, batch_size)
+    if len(block[0]) > 1:
+        plan.collectives["all_to_all"] = 2 * chunks
+    if len(block) > 1:
+        plan.collectives["all_gather"] = chunks
+    for replica, ranks in enumerate(block):
+        for owner, rank in enumerate(ranks):
+            mine = owned[replica][owner]
+            held = layout.shards_at(_coordinate(layout, rank)).numel if layout.mesh is not None else whole
+            sent = 0.0
+            if len(ranks) > 1:
+                sent = (in_replica[replica] - mine) * held * wire + mine * (whole - held) * compute
+                plan.buffers[rank] = (in_replica[replica] * held + 2 * mine * whole) * wire / chunks
+            if len(block) > 1:
+                sent += longest * held * compute * (len(block) - 1)
+            plan.bytes_sent[rank] += sent
+            plan.work[rank] += mine * bucket.flops_per_unit
+            plan.matrices[rank] += mine * per_block
+
+
+def _chunks(bucket: Bucket, places: Sequence[Place], batch_size: int | None) -> int:
+    if batch_size is None or not places:
+        return 1
+    per_param = max(1, len(places) // len(bucket.params))
+    return math.ceil(len(bucket.params) / max(1, batch_size // per_param))
+
+
+def state_bytes(
+    tensor: Tensor, layout: MatrixLayout | None, algorithm: str, rank: int, options: dict[str, Any]
+) -> float:
+    """Bytes of optimizer state that a rank of the stage holds for one parameter."""
+    from dmuown.algorithms import get_algorithm
+
+    total = 0.0
+    for spec in get_algorithm(algorithm).state_spec.values():
+        if spec.like == "scalar":
+            total += 4
+        elif spec.like == "grad_rows" and layout is not None:
+            rows = layout.m if layout.mesh is None else layout.shards_at(_coordinate(layout, rank)).row_count
+            batch = layout.local_batch if layout.mesh is None else layout.batch_at(_coordinate(layout, rank))
+            total += rows * batch * (spec.dtype or torch.float32).itemsize
+        else:
+            item = spec.dtype.itemsize if spec.dtype else _ITEM.get(options.get("state_precision") or "", 0)
+            total += local_numel(tensor, rank) * (item or tensor.dtype.itemsize)
+    return total
+
+
+#: Bytes an element of low-precision state, scales included: one fp32 scale for each block of 256 (int8, fp8) or 128.
+_ITEM = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 256, "fp8": 1 + 4 / 256, "int4": 0.5 + 4 / 128}
+
+
+def local_numel(tensor: Tensor, rank: int) -> int:
+    """Elements of a parameter that a rank of the stage holds."""
+    from torch.distributed.tensor import DTensor
+
+    from dmuown.automodel.planned.cluster import local_shape
+
+    if not isinstance(tensor, DTensor):
+        return tensor.numel()
+    sizes = tuple(tensor.device_mesh.shape)
+    coordinate = []
+    for size in reversed(sizes):
+        rank, position = divmod(rank, size)
+        coordinate.append(position)
+    return math.prod(local_shape(tensor.shape, tensor.device_mesh, tensor.placements, coordinate[::-1]))

@@ -1,0 +1,108 @@
+"""The ownership runtime, by rank: owners, transfers and bytes, from the runtime's own pure plan."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dmuown.ownership.assignment import Item, assign_owners, step_cost
+from dmuown.ownership.boundaries import Boundary
+from dmuown.ownership.plan import Entry, OwnershipPlan, build_plan, shard_rows
+from dmuown.policy.resolve import ResolvedRoute
+from dmuown.policy.roles import ParameterRole
+
+_BLOCK = re.compile(r"^(.*?\blayers\.\d+)\.")
+
+
+@dataclass(frozen=True)
+class OwnershipRanks:
+    """What each rank holds and does under the ownership runtime.
+
+    Attributes:
+        plan: Owners and transfers.
+        parameters: Bytes of master copies and shards, by rank.
+        work: Floating-point operations of the optimizer, by rank.
+        stepped: Names of the parameters that each rank steps whole.
+    """
+
+    plan: OwnershipPlan
+    parameters: list[float]
+    work: list[float]
+    stepped: list[list[str]]
+
+
+def plan_ownership(
+    entries: Sequence[ParameterRole],
+    routes: Mapping[str, ResolvedRoute],
+    ranks: int,
+    *,
+    dtype: torch.dtype,
+    trainable: Mapping[str, bool],
+    reshard_after_forward: bool = True,
+) -> OwnershipRanks:
+    """Work out who owns what and what is transferred, as `dedicate_params` does with boundaries at layers.
+
+    Args:
+        entries: The model's parameters in order.
+        routes: Their resolved routes.
+        ranks: Ranks of the (replicate x) shard mesh.
+        dtype: Dtype of the model's parameters, for what the policy leaves open.
+        trainable: Whether each takes gradients.
+        reshard_after_forward: As `dedicate_params`.
+    """
+    homes = [_boundary(entry.name) for entry in entries]
+    names = list(dict.fromkeys(homes))
+    boundaries = [
+        Boundary(index, name, len(names) - 1 - index, len(names) - 1 - index) for index, name in enumerate(names)
+    ]
+    index = {name: position for position, name in enumerate(names)}
+    items = [
+        Item(entry.name, tuple(entry.parameter.shape), index[home], routes[entry.name].route == "muon")
+        for entry, home in zip(entries, homes, strict=True)
+        if routes[entry.name].route != "sharded_adamw"
+    ]
+    owners = assign_owners(items, ranks)
+    planned = []
+    for entry, home in zip(entries, homes, strict=True):
+        route = routes[entry.name]
+        compute = route.param_dtype or dtype
+        used = {index[home], *(index.get(_boundary(alias), index[home]) for alias in entry.aliases)}
+        planned.append(
+            Entry(
+                name=entry.name,
+                shape=tuple(entry.parameter.shape),
+                route=route.route,
+                owner=owners.get(entry.name),
+                boundaries=tuple(sorted(used)),
+                param_dtype=compute,
+                grad_dtype=route.grad_dtype or compute,
+                trainable=trainable[entry.name],
+            )
+        )
+    plan = build_plan(planned, boundaries, world_size=ranks, reshard_after_forward=reshard_after_forward)
+    held, work = [0.0] * ranks, [0.0] * ranks
+    stepped: list[list[str]] = [[] for _ in range(ranks)]
+    for part in planned:
+        master = (routes[part.name].master_dtype or dtype).itemsize
+        cost = step_cost(part.shape, part.route == "muon") if part.trainable else 0
+        if part.owner is not None:
+            held[part.owner] += math.prod(part.shape) * master
+            work[part.owner] += cost
+            stepped[part.owner].append(part.name)
+            continue
+        rows, rest = shard_rows(part.shape[0], ranks), math.prod(part.shape[1:])
+        for rank in range(ranks):
+            own = max(0, min(rows, part.shape[0] - rows * rank))
+            held[rank] += own * rest * master
+            work[rank] += cost * own / max(1, part.shape[0])
+    return OwnershipRanks(plan, held, work, stepped)
+
+
+def _boundary(name: str) -> str:
+    """The nearest element of a list of layers, else the parameter's own module."""
+    match = _BLOCK.match(name)
+    return match.group(1) if match else name.rpartition(".")[0]
