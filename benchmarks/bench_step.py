@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from harness import Ceilings, Report, ceilings, default_device, measure, measure_graph, peak_memory
+from harness import Ceilings, Report, Timing, ceilings, default_device, measure, peak_memory
 from shapes import LLAMA_1B_LAYER, LLAMA_1B_LAYERS, NORM_VECTORS_PER_LAYER, gram_floor_flops
 from torch import Tensor
 from torch.nn import Parameter
@@ -88,7 +88,8 @@ def builders() -> dict[str, Builder]:
         "dmuown Muon": ours("Muon"),
         "dmuown NorMuon": ours("NorMuon"),
         "dmuown NorMuown": ours("NorMuown"),
-        "dmuown AngularMuown": ours("AngularMuown"),
+        "dmuown AngularMuown": ours("AngularMuown", decay_degree=0),
+        **{f"dmuown Muown batch_size={size}": ours("Muown", batch_size=size) for size in (2, 3, 4, 6)},
     }
     try:
         import dion as _  # noqa: F401
@@ -140,6 +141,18 @@ def error_against_float64(build: Builder, device: torch.device) -> float:
     return float((changes[0] - changes[1]).norm() / changes[1].norm())
 
 
+def captured(optimizers: list[Optimizer], device: torch.device) -> Timing | None:
+    """The step replayed from a CUDA graph; host time includes what a replay checks and copies."""
+    if device.type != "cuda":
+        return None
+    step = dmuown.capture(optimizers[0])
+    for _ in range(4):
+        step.step()
+    timing = measure(step.step, device, repeats=10)
+    step.release()
+    return timing
+
+
 def main() -> None:
     """Run and report."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -168,7 +181,7 @@ def main() -> None:
             before = ceilings(device)
             timing = measure(step, device, repeats=10)
             after = ceilings(device)
-            graph = measure_graph(step, device) if arguments.graph else None
+            graph = captured(optimizers, device) if arguments.graph and name.startswith("dmuown") else None
             memory = peak_memory(step, device)
             error = error_against_float64(build, device) if name.startswith("dmuown") else float("nan")
         except Exception as reason:  # a peer that does not run here is a row of its own, not the end of the run

@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from dmuown.checkpoint import set_optimizer_state_dict as set_optimizer_state_dict
     from dmuown.diagnostics.param_groups import summarize_param_groups as summarize_param_groups
     from dmuown.diagnostics.exchange import summarize_exchange as summarize_exchange
+    from dmuown.engine.capture import capture as capture
     from dmuown.engine.info import engine_info as engine_info
     from dmuown.engine.optimizers import AngularMuown as AngularMuown
     from dmuown.engine.optimizers import Muon as Muon
+    from dmuown.engine.optimizers import MuonLP as MuonLP
     from dmuown.engine.optimizers import Muown as Muown
     from dmuown.engine.optimizers import NorMuon as NorMuon
     from dmuown.engine.optimizers import NorMuown as NorMuown
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 _PUBLIC: dict[str, str] = {
     "AngularMuown": "dmuown.engine.optimizers",
     "Muon": "dmuown.engine.optimizers",
+    "MuonLP": "dmuown.engine.optimizers",
     "Muown": "dmuown.engine.optimizers",
     "NorMuon": "dmuown.engine.optimizers",
     "NorMuown": "dmuown.engine.optimizers",
@@ -50,6 +53,7 @@ _PUBLIC: dict[str, str] = {
     "MuonAlgorithm": "dmuown.algorithms",
     "register_muon_algorithm": "dmuown.algorithms",
     "summarize_exchange": "dmuown.diagnostics.exchange",
+    "capture": "dmuown.engine.capture",
     "engine_info": "dmuown.engine.info",
     "convert_optimizer_state": "dmuown.checkpoint",
     "get_model_state_dict": "dmuown.checkpoint",

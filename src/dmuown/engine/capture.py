@@ -8,14 +8,15 @@ one that backward put elsewhere is copied there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dmuown.algorithms import MuonAlgorithm
+from dmuown.algorithms import MuonAlgorithm, get_algorithm
 from dmuown.engine.layout import local_tensor
 from dmuown.engine.optimizer import MuonEngine
 from dmuown.errors import GradientError, LayoutError, OptionError, OptionTypeError
@@ -44,7 +45,7 @@ class CapturedStep:
         self.optimizer = optimizer
         self._warm = 0
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._frozen: list[dict[str, Any]] = []
+        self._frozen: list[dict[str, Any]] | None = None
         self._live: list[dict[str, tuple[Tensor, float]]] = []
         self._gradients: dict[Tensor, Tensor] = {}
         self._moved_before = False
@@ -72,13 +73,18 @@ class CapturedStep:
             with torch.enable_grad():
                 loss = closure()
         _require_gradients(self.optimizer)
+        if self._frozen != _frozen_options(self.optimizer):
+            self._start_over()
         if self._warm < WARMUP_STEPS:
             self._warm += 1
-            self.optimizer.step()
-            return loss
-        if self._graph is None or self._frozen != _frozen_options(self.optimizer):
-            self._record()
-        self._replay()
+            self._update_live()
+            with _swapped(self.param_groups, self._live):
+                MuonEngine.step(self.optimizer)
+        else:
+            if self._graph is None:
+                self._record()
+            self._replay()
+        self.optimizer._opt_called = True  # what torch's schedulers look at
         return loss
 
     def zero_grad(self) -> None:
@@ -90,38 +96,38 @@ class CapturedStep:
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load into the optimizer; the next step records anew."""
+        """Load into the optimizer, and start over: state may live elsewhere now."""
         self.release()
         self.optimizer.load_state_dict(dict(state_dict))
-        self._warm = 0
 
     def release(self) -> None:
-        """Free the graph and its memory. The optimizer steps ordinarily again; a later `step` here records anew."""
+        """Free the graph and its memory. The optimizer steps ordinarily again; a later `step` here starts over."""
         if self._graph is not None:
             torch.cuda.synchronize()
             self._graph.reset()
         self._graph = None
-        self._live, self._gradients = [], {}
+        self._frozen, self._live, self._gradients, self._warm = None, [], {}, 0
 
-    def _record(self) -> None:
+    def _start_over(self) -> None:
+        """Groups differ from those recorded: warm up again, with the live values where the graph will read them."""
         self.release()
         _steps_to_device(self.optimizer)
+        self._frozen = _frozen_options(self.optimizer)
+        self._live = [_live_options(group) for group in self.param_groups]
+
+    def _record(self) -> None:
         self._gradients = {
             param: param.grad for group in self.param_groups for param in group["params"] if param.grad is not None
         }
-        self._frozen = _frozen_options(self.optimizer)
-        self._live = [_live_options(group, param_device(group)) for group in self.param_groups]
-        kept = [{key: group[key] for key in ("lr", "weight_decay", "step")} for group in self.param_groups]
-        for group, live in zip(self.param_groups, self._live, strict=True):
-            group.update({key: tensor for key, (tensor, _) in live.items()})
+        counted = [group["step"] for group in self.param_groups]
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
-            with torch.cuda.graph(graph):
+            with _swapped(self.param_groups, self._live), torch.cuda.graph(graph):
                 MuonEngine.step(self.optimizer)
         finally:
-            for group, values in zip(self.param_groups, kept, strict=True):
-                group.update(values)
+            for group, count in zip(self.param_groups, counted, strict=True):
+                group["step"] = count
         self._graph = graph
 
     def _replay(self) -> None:
@@ -140,14 +146,30 @@ class CapturedStep:
                 )
                 self._moved_before = True
             torch._foreach_copy_([static for static, _ in moved], [grad for _, grad in moved])
-        for group, live in zip(self.param_groups, self._live, strict=True):
+        for group in self.param_groups:
             group["step"] += 1
+        self._update_live()
+        self._graph.replay()
+
+    def _update_live(self) -> None:
+        for group, live in zip(self.param_groups, self._live, strict=True):
             for key, (tensor, last) in live.items():
                 if group[key] != last:
                     tensor.fill_(group[key])
                     live[key] = (tensor, group[key])
-        self._graph.replay()
-        self.optimizer._opt_called = True  # what torch's schedulers look at
+
+
+@contextmanager
+def _swapped(groups: list[dict[str, Any]], live: list[dict[str, tuple[Tensor, float]]]) -> Iterator[None]:
+    """Let groups hold the live tensors for a while."""
+    kept = [{key: group[key] for key in options} for group, options in zip(groups, live, strict=True)]
+    for group, options in zip(groups, live, strict=True):
+        group.update({key: tensor for key, (tensor, _) in options.items()})
+    try:
+        yield
+    finally:
+        for group, values in zip(groups, kept, strict=True):
+            group.update(values)
 
 
 def capture(optimizer: torch.optim.Optimizer) -> CapturedStep:
@@ -183,11 +205,6 @@ def capture(optimizer: torch.optim.Optimizer) -> CapturedStep:
     for index, group in enumerate(optimizer.param_groups):
         _check_group(group, f"param group {index}")
     return CapturedStep(optimizer)
-
-
-def param_device(group: Mapping[str, Any]) -> torch.device:
-    """Device of a group's parameters."""
-    return local_tensor(group["params"][0]).device if group["params"] else torch.device("cuda")
 
 
 def _check_group(group: Mapping[str, Any], where: str) -> None:
@@ -227,12 +244,11 @@ def _frozen_decay(optimizer: MuonEngine, group: Mapping[str, Any]) -> dict[str, 
 
 def _decays_live(group: Mapping[str, Any]) -> bool:
     """Matrix algorithms read decay from the device; torch's fused AdamW takes a number."""
-    from dmuown.algorithms import get_algorithm
-
     return isinstance(get_algorithm(group["algorithm"]), MuonAlgorithm)
 
 
-def _live_options(group: Mapping[str, Any], device: torch.device) -> dict[str, tuple[Tensor, float]]:
+def _live_options(group: Mapping[str, Any]) -> dict[str, tuple[Tensor, float]]:
+    device = local_tensor(group["params"][0]).device
     keys = ["lr"]
     if _decays_live(group) and group["weight_decay"] != 0:
         keys.append("weight_decay")

@@ -110,7 +110,7 @@ def _plan(
     a_k_major, b_k_major = _row_major(a, k), _row_major(_turn(b), k)
     if not (a_k_major or _row_major(_turn(a), m)) or not (b_k_major or _row_major(b, n)):
         return None
-    shape = shape or table.copy_shape(batch, m, n, k, symmetric)
+    shape = shape or table.copy_shape(batch, m, n, k, symmetric, c is not None)
     block_n, block_k = shape.block_n, shape.block_k
     half = block_n // 2
     tiles_m, tiles_n = triton.cdiv(m, BLOCK_M), triton.cdiv(n, block_n)

@@ -135,14 +135,6 @@ _A_WEIGHT, _A_MAGNITUDE, _A_NORM, _A_FIRST, _A_SECOND, _A_STEP = (tl.constexpr(i
 
 
 @triton.jit
-def _scalar(value, LIVE: tl.constexpr):
-    """A hyper-parameter: a number, or (LIVE) the address of one on the device."""
-    if LIVE:
-        return tl.load(value).to(tl.float32)
-    return value
-
-
-@triton.jit
 def _moved(weight, update, scale, length, KIND: tl.constexpr, CAUTIOUS: tl.constexpr, rate):
     """Muon: the new weight. Else the direction after its step; `scale` brings the weight to the direction's size."""
     if KIND == _KIND_MUON:
@@ -173,10 +165,17 @@ def after_kernel(
     u_rows = (tensor.to(tl.int64) * (total_rows // m) + batch) * u_batch + inner * u_row
     s_rows = batch * s_batch + inner * s_row
     flat = tensor.to(tl.int64) * total_rows + row
-    rate_lr = _scalar(lr, LIVE_LR)
+    # A hyper-parameter is a number, or (live) the address of one on the device.
+    if LIVE_LR:
+        rate_lr = tl.load(lr).to(tl.float32)
+    else:
+        rate_lr = lr
     rate = 0.0
     if DECAY:
-        rate = rate_lr * _scalar(weight_decay, LIVE_DECAY)
+        if LIVE_DECAY:
+            rate = rate_lr * tl.load(weight_decay).to(tl.float32)
+        else:
+            rate = rate_lr * weight_decay
     length = tl.zeros((ROWS,), dtype=tl.float32) + rate_lr * scale
     if MULTIPLIED:
         length *= tl.load(multiplier_ptr + flat, mask=row_mask, other=0.0)

@@ -46,11 +46,19 @@ def pointer_shape(m: int, n: int, k: int, element_size: int, symmetric: bool) ->
     return PointerShape(128, 128, 64, 8, 3)
 
 
-def copy_shape(batch: int, m: int, n: int, k: int, symmetric: bool) -> CopyShape:
-    """The tile of the copy-engine kernel."""
+_WIDE = CopyShape(block_n=256, block_k=64, stages=3, consumers=1)
+_TURNS = CopyShape(block_n=128, block_k=64, stages=5, consumers=2)
+
+
+def copy_shape(batch: int, m: int, n: int, k: int, symmetric: bool, adds: bool) -> CopyShape:
+    """The tile of the copy-engine kernel for [m, k] @ [k, n]; `adds`: with a third operand.
+
+    H200: taking turns hides the epilogue, which weighs most where k is short, where C is read and where the result
+    is stored twice; wide tiles read their operands less often, which weighs most where k is long.
+    """
     if symmetric:
-        return CopyShape(block_n=128, block_k=64, stages=5, consumers=2)
-    return CopyShape(block_n=256, block_k=64, stages=3, consumers=1)
+        return _WIDE if m >= 3072 or k > 4096 else _TURNS
+    return _TURNS if k <= 512 or (adds and k <= 2048) else _WIDE
 
 
 def triton_preferred(capability: tuple[int, int], dtype: torch.dtype, shape: tuple[int, int, int]) -> bool:
