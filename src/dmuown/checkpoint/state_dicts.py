@@ -25,6 +25,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from dmuown.checkpoint.broadcast import broadcast_optimizer_state, broadcast_values, cut
+from dmuown.checkpoint.dedicated import dedicated_names, load_entries, whole_entries, without_absent
 from dmuown.checkpoint.entries import optimizer_entries
 from dmuown.checkpoint.flat import flatten, unflatten
 from dmuown.checkpoint.names import as_optimizers, optimizer_fqns
@@ -32,6 +33,7 @@ from dmuown.engine import loading
 from dmuown.engine.matching import regroup, resolve_name, saved_params
 from dmuown.engine.optimizer import MuonEngine
 from dmuown.errors import CheckpointError
+from dmuown.ownership.record import Record
 from dmuown.policy.names import nearest, without_wrappers
 
 
@@ -43,10 +45,26 @@ def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None =
         options: As torch's: full or sharded, offloaded to the CPU, without frozen parameters.
 
     Returns:
-        Live tensors (DTensors with their placements), or whole copies with `full_state_dict`.
+        Live tensors (DTensors with their placements), or whole copies with `full_state_dict`. Of a dedicated
+        model, the entries that this rank holds; see `dmuown.checkpoint.dedicated`.
     """
+    records = dedicated_names(model)
+    if records and options is not None and options.full_state_dict:
+        return _whole_of_dedicated(model, records, options)
     state_dict = torch_state_dict.get_model_state_dict(model, options=options)
-    return {without_wrappers(name): value for name, value in state_dict.items()}
+    return without_absent({without_wrappers(name): value for name, value in state_dict.items()}, records)
+
+
+def _whole_of_dedicated(model: nn.Module, records: Mapping[str, Record], options: StateDictOptions) -> dict[str, Any]:
+    """Gather a dedicated model, entry by entry; with `cpu_offload`, onto rank 0 alone."""
+    local = get_model_state_dict(model, options=replace(options, full_state_dict=False, cpu_offload=False))
+    whole = whole_entries(model, records, cpu_offload=options.cpu_offload)
+    for name, value in local.items():
+        if name not in records:
+            copied = _copied(value, options)
+            if not options.cpu_offload or dist.get_rank() == 0:
+                whole[name] = copied
+    return whole
 
 
 def set_model_state_dict(
@@ -69,6 +87,10 @@ def set_model_state_dict(
         CheckpointError: A missing or extra name, or a wrong shape (with `strict`, the default).
     """
     options = options or StateDictOptions()
+    records = dedicated_names(model)
+    if records:
+        model_state_dict = _loaded_into_dedicated(model, model_state_dict, records, options)
+        options = replace(options, full_state_dict=False, broadcast_from_rank0=False, cpu_offload=False)
     if not options.broadcast_from_rank0 and model_state_dict:
         check_model_state(model, model_state_dict, strict=options.strict)
     # torch's own names of the same entries; they keep a wrapper's component where wrappers are nested.
@@ -88,6 +110,21 @@ def set_model_state_dict(
     return torch_state_dict.set_model_state_dict(model, saved, options=options)
 
 
+def _loaded_into_dedicated(
+    model: nn.Module, saved: Mapping[str, Any], records: Mapping[str, Record], options: StateDictOptions
+) -> dict[str, Any]:
+    """Load dedicated parameters; returns what torch may load: the other entries, and what this rank holds now."""
+    live = get_model_state_dict(model)
+    saved = {resolve_name(name, {**records, **live}): value for name, value in saved.items()}
+    if options.broadcast_from_rank0 and dist.is_initialized():
+        homes = {name: record.home for name, record in records.items()}
+        saved = broadcast_values(saved, {**live, **homes})
+    check_model_state(model, saved, strict=options.strict)
+    load_entries(saved, records)
+    rest = {name: cut(value, live.get(name)) for name, value in saved.items() if name not in records}
+    return {**rest, **{name: value for name, value in live.items() if name in records}}
+
+
 def check_model_state(model: nn.Module, saved: Mapping[str, Any], *, strict: bool = True) -> None:
     """Check names and shapes of a model's state dict; tensors may be on the meta device.
 
@@ -95,7 +132,9 @@ def check_model_state(model: nn.Module, saved: Mapping[str, Any], *, strict: boo
         CheckpointError: See `set_model_state_dict`.
     """
     expected = get_model_state_dict(model)
-    saved = {resolve_name(name, expected): value for name, value in saved.items()}
+    records = dedicated_names(model)
+    saved = {resolve_name(name, {**records, **expected}): value for name, value in saved.items()}
+    saved = without_absent(saved, records)  # other ranks load those
     if strict:
         for name in sorted(expected.keys() - saved.keys()):
             raise CheckpointError(name, "is not in the checkpoint", nearest(name, saved) if saved else "")
