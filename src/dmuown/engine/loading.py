@@ -20,7 +20,8 @@ from dmuown.engine.options import MATRIX_OPTIONS, RUN_LEVEL_OPTIONS, validate_gr
 from dmuown.engine.records import ParamRecord, make_records
 from dmuown.engine.state_version import upgrade
 from dmuown.errors import CheckpointError, DmuownError
-from dmuown.state import BufferSpec
+from dmuown.state import BufferSpec, lowbit
+from dmuown.state.spec import MASTER_WEIGHT
 
 if TYPE_CHECKING:
     from dmuown.engine.optimizer import MuonEngine
@@ -85,7 +86,7 @@ def apply(optimizer: MuonEngine, checked: CheckedState) -> None:
     """Copy a checked state dict into an optimizer's buffers and groups, in place."""
     for record, saved in checked.buffers:
         if saved:
-            for key in record.state_spec:
+            for key in (key for key in record.state_spec if key in saved):
                 copy_into(optimizer.state[record.param][key], saved[key])
     for group, options in zip(optimizer.param_groups, checked.options, strict=True):
         for key, value in options.items():
@@ -127,7 +128,7 @@ def _check_groups(groups: Sequence[Mapping[str, Any]], saved_groups: Sequence[Ma
         written = saved.get("algorithm")
         if written != group["algorithm"]:
             remedy = "Use the same algorithm, or convert the checkpoint with dmuown.convert_optimizer_state"
-            if not is_registered(str(written)):
+            if written is not None and not is_registered(str(written)):
                 source = saved.get("algorithm_source")
                 remedy = f"Import {source or 'the package that registers it'}, and use it in this group"
             first = (saved.get("param_names") or group.get("param_names") or saved["params"] or ["no parameters"])[0]
@@ -158,6 +159,8 @@ def _check_buffers(record: ParamRecord, saved: Mapping[str, Any]) -> None:
         logger.info("%s is frozen and has no state in the state dict: its state stays as it is", record.name)
         return
     for key, spec in declared.items():
+        if key not in saved and spec.fate == "weights":
+            continue  # taken from the parameter itself before the next step
         if key not in saved:
             raise CheckpointError(
                 record.name,
@@ -171,7 +174,7 @@ def _check_buffers(record: ParamRecord, saved: Mapping[str, Any]) -> None:
                 f"{key!r} has shape {shape} in the checkpoint and {expected_shape(record, spec)} here",
                 "Build the model that the checkpoint was written for",
             )
-    unknown = sorted(saved.keys() - declared.keys())
+    unknown = sorted(saved.keys() - declared.keys() - {MASTER_WEIGHT})
     if unknown:
         raise CheckpointError(
             record.name,
@@ -204,8 +207,12 @@ def copy_into(target: Tensor, value: Any) -> None:
         target.fill_(value)
         return
     if isinstance(target, DTensor) and isinstance(value, DTensor) and _same_layout(target, value):
-        target.to_local().copy_(value.to_local())
+        lowbit.copy(target.to_local(), value.to_local())
         return
+    if not isinstance(target, DTensor) and not isinstance(value, DTensor) and lowbit.is_low_bit(target):
+        lowbit.copy(target, value)
+        return
+    value = lowbit.decoded(value)
     whole = value.full_tensor() if isinstance(value, DTensor) else value
     if isinstance(target, DTensor):
         whole = local_part(whole, target.device_mesh, target.placements)
@@ -224,7 +231,7 @@ def _merged_group(group: Mapping[str, Any], saved: Mapping[str, Any], where: str
     values = {key: value for key, value in saved.items() if key not in KEPT_KEYS}
     merged = {**group, **values}
     for key in _STORAGE_OPTIONS:
-        if merged.get(key) != group.get(key):
+        if key in group and merged[key] != group[key]:
             raise CheckpointError(
                 f"{where}: {key}",
                 f"is {saved[key]!r} in the checkpoint and {group.get(key)!r} here",

@@ -329,6 +329,7 @@ class MuonEngine(_MuonBase):
     def _verify_rows(self, plan: Plan) -> None:
         if self._rows_unverified:
             rows.verify(plan, self.state, self.param_groups)
+            rows.refresh_masters(self._records, self.state)
             self._rows_unverified = False
 
     # ------------------------------------------------------------------ plan

@@ -135,6 +135,16 @@ class NorMuon(Muon):
     _algorithm = "normuon"
 
 
+class MuonLP(Muon):
+    """Muon with momentum stored in 8 bits (`state_precision="int8"`), or as given: `"int4"`, `"fp8"`. Needs torchao.
+
+    Takes Muon's arguments. Every optimizer and group of this package takes `state_precision`; this is its short form.
+    """
+
+    def __init__(self, params: Any, *, state_precision: str = "int8", **options: Any) -> None:
+        super().__init__(params, state_precision=state_precision, **options)
+
+
 # AutoModel hands every optimizer class named Muon or NorMuon to Dion's class of that name
 # (`is_dion_optimizer`), so that `_target_: dmuown.Muon` would train with another library. Only
 # `__name__` differs from the public name; pickling goes by `__qualname__`.

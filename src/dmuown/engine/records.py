@@ -90,6 +90,10 @@ def make_records(
             continue  # another rank owns it: that one holds its state and steps it
         name = names[position] if names else f"param group {group_index}, parameter {position}"
         _check_tensor(tensor, name)
+        if group["stochastic_rounding"] and tensor.dtype == torch.float16:
+            raise ParameterError(
+                name, "is float16, which stochastic rounding is not for", "Use bfloat16, or master_weights=True"
+            )
         record = ParamRecord(tensor, name, group_index, algorithm, state_spec=_state_spec(algorithm, tensor, group))
         if isinstance(algorithm, MuonAlgorithm):
             record.layout = MatrixLayout(tensor, name, transposed=group["matrix_transposed"], flatten=group["flatten"])

@@ -16,7 +16,9 @@ from dmuown.engine.groups import audience_of, control_group
 from dmuown.engine.layout import local_tensor
 from dmuown.engine.plan import Bucket
 from dmuown.engine.planning import Plan
+from dmuown.engine.records import ParamRecord
 from dmuown.errors import CheckpointError
+from dmuown.state.spec import MASTER_WEIGHT
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +57,16 @@ def initialize(plan: Plan, state: Mapping[Tensor, Mapping[str, Any]], only: set[
                 norms = _initial(algorithm, _row_norms(bucket, index))
                 for key in buffers:
                     bucket.layout.logical_rows(local_tensor(state[param][key])).copy_(norms)
+
+
+@torch.no_grad()
+def refresh_masters(records: Sequence[ParamRecord], state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    """Take master weights anew where they are not what their parameter was rounded from. Nothing is sent."""
+    for record in records:
+        if MASTER_WEIGHT in record.state_spec:
+            master = local_tensor(state[record.param][MASTER_WEIGHT])
+            param = local_tensor(record.param).detach().to(master.device)
+            master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(master.dtype)))
 
 
 @torch.no_grad()

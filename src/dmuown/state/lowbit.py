@@ -100,6 +100,31 @@ def dequantize(stored: Tensor, dtype: torch.dtype) -> Tensor:
     return values.to(dtype).view(local.shape)
 
 
+def decoded(stored: Tensor) -> Tensor:
+    """The plain fp32 tensor or DTensor of a low-bit one's values; another tensor as it is."""
+    if not is_low_bit(stored):
+        return stored
+    values = dequantize(stored, torch.float32)
+    if not isinstance(stored, DTensor):
+        return values
+    return DTensor.from_local(
+        values,
+        stored.device_mesh,
+        stored.placements,
+        run_check=False,
+        shape=stored.shape,
+        stride=torch.empty(stored.shape, device="meta").stride(),
+    )
+
+
+def copy(target: Tensor, value: Tensor) -> None:
+    """Copy between local tensors of any storage: codes as they are where both are stored alike, else values."""
+    if is_low_bit(value) and type(value) is type(target) and value.block_size == target.block_size:  # type: ignore[attr-defined]
+        target.copy_(value)
+    else:
+        target.copy_(decoded(value).to(target.device).contiguous())
+
+
 def storage_bytes(stored: Tensor) -> int:
     """Bytes that this rank keeps for a buffer, scales included and shared lookup tables left out."""
     local: Any = stored._local_tensor if isinstance(stored, DTensor) else stored
