@@ -1,0 +1,205 @@
+"""`dmuown plan`: shapes, splits, sizes and the budget of time and memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch.distributed.tensor import DTensor
+from typer.testing import CliRunner
+
+from dmuown.automodel.planned import JobPlan, plan_job
+from dmuown.automodel.planned.cluster import Cluster, place
+from dmuown.automodel.planned.exchange import local_numel
+from dmuown.automodel.shapes import FAMILIES, model_parameters
+from dmuown.cli import app
+from dmuown.errors import OptionError
+from dmuown.policy.roles import Role, describe_parameters
+
+TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "vocab_size": 96,
+    "tie_word_embeddings": False,
+}
+MOE = {
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+LLAMA_70B = TINY | {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 80,
+    "vocab_size": 128256,
+}
+
+
+def planned(folder: Path, config: dict[str, Any], optimizer: dict[str, Any] | None = None, **options: Any) -> JobPlan:
+    file, recipe = write(folder, config, optimizer)
+    return plan_job(recipe, model_config=file, **options)
+
+
+def write(folder: Path, config: dict[str, Any], optimizer: dict[str, Any] | None = None) -> tuple[Path, Path]:
+    file, recipe = folder / "config.json", folder / "recipe.yaml"
+    file.write_text(json.dumps(config))
+    section = {"_target_": "dmuown.automodel.MuownConfig", "lr": 1e-3, "weight_decay": 0.1} | (optimizer or {})
+    recipe.write_text(yaml.safe_dump({"model": {"torch_dtype": "bfloat16"}, "optimizer": section}))
+    return file, recipe
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shapes_are_those_of_transformers(family: str, tied: bool) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = {**TINY, **MOE, "model_type": family, "tie_word_embeddings": tied, "head_dim": 8, "pad_token_id": 0}
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+    described = {entry.name: entry for entry in describe_parameters(model, trainable_only=False)}
+    ours = {entry.name: entry for entry in model_parameters(config)}
+    assert {name: tuple(entry.parameter.shape) for name, entry in ours.items()} == {
+        name: tuple(entry.parameter.shape) for name, entry in described.items()
+    }
+    for name, entry in ours.items():
+        # The gate of a shared expert is a matrix of one row: elementwise by either name.
+        assert entry.role is described[name].role or "shared_expert_gate" in name, name
+        assert entry.transposed == described[name].transposed
+
+
+def test_every_rank_together_holds_every_parameter_once() -> None:
+    config = TINY | MOE | {"model_type": "qwen3_moe", "hidden_size": 40, "head_dim": 10}
+    cluster = Cluster(16, tp=2, ep=4)
+    for entry in model_parameters(config, host_layout=True):
+        tensor = place(entry, cluster, torch.float32)
+        assert isinstance(tensor, DTensor)
+        copies = math.prod(
+            tensor.device_mesh.size(dim) for dim, at in enumerate(tensor.placements) if not hasattr(at, "dim")
+        )
+        assert sum(local_numel(tensor, rank) for rank in range(16)) == entry.parameter.numel() * copies, entry.name
+
+
+def test_experts_stay_whole_on_their_ranks(tmp_path: Path) -> None:
+    config = TINY | MOE | {"model_type": "qwen3_moe", "head_dim": 8}
+    whole = planned(tmp_path, config, world_size=8, sizes={"ep": 8})
+    experts = [bucket for bucket in whole.buckets if len(bucket.bucket.layout.shape) == 3]
+    assert [bucket.collectives for bucket in experts] == [{}, {}]
+    assert [bucket.matrices for bucket in experts] == [[4] * 8, [4] * 8]  # 8 experts of 4 layers over 8 ranks
+    cut = planned(tmp_path, config, world_size=8, sizes={"ep": 2})
+    for bucket in cut.buckets:
+        if len(bucket.bucket.layout.shape) == 3:
+            assert bucket.collectives == {"all_to_all": 2}
+            assert sum(bucket.matrices) == 32
+
+
+def test_one_rank_sends_nothing(tmp_path: Path) -> None:
+    plan = planned(tmp_path, TINY | {"model_type": "llama"}, world_size=1)
+    assert plan.ranks.sent == [0.0]
+    assert plan.ranks.parameters == [plan.elements * 2]
+    assert plan.matrices == 28
+    rows = {row.pattern: row for row in plan.routes}
+    embedding = rows["model.embed_tokens.weight"]
+    assert (embedding.algorithm, embedding.weight_decay, embedding.split) == ("adamw", 0.0, "whole")
+    assert (rows["model.layers.*.mlp.up_proj.weight"].algorithm, rows["model.layers.*.mlp.up_proj.weight"].count) == (
+        "muown",
+        4,
+    )
+
+
+def test_frozen_parameters_have_neither_gradients_nor_state(tmp_path: Path) -> None:
+    overrides = ["--freeze_config.freeze_modules", "[{'path': 'model'}]", "--freeze_config.unfreeze_modules"]
+    file, recipe = write(tmp_path, TINY | {"model_type": "llama"})
+    plan = plan_job(recipe, [*overrides, "[{'path': 'model.layers.3'}]"], world_size=1, model_config=file)
+    assert plan.matrices == 7
+    assert plan.ranks.gradients[0] == plan.trainable * 2
+    layer = sum(
+        entry.parameter.numel()
+        for entry in model_parameters(TINY | {"model_type": "llama"})
+        if entry.name.startswith("model.layers.3.") or entry.role is Role.HEAD
+    )
+    assert plan.trainable == layer
+
+
+def test_ownership_gives_each_matrix_one_owner(tmp_path: Path) -> None:
+    config = TINY | {"model_type": "llama"}
+    plan = planned(tmp_path, config, {"_target_": "dmuown.automodel.DMuonConfig", "algorithm": "muon"}, world_size=4)
+    assert plan.matrices == 28
+    assert {row.split for row in plan.routes if row.algorithm == "muon"} == {"one owner"}
+    # Master copies are fp32, and nothing is held twice.
+    assert sum(plan.ranks.parameters) == plan.elements * 4
+    (owned,) = plan.ownership
+    assert sorted(name for names in owned.stepped for name in names) == sorted(
+        entry.name for entry in model_parameters(config) if entry.role not in (Role.EMBEDDING, Role.HEAD)
+    )
+    moved = owned.plan.per_step()
+    assert set(moved) == {"broadcast", "reduce", "all_gather", "reduce_scatter"}
+
+
+def test_pipeline_stages_hold_their_layers(tmp_path: Path) -> None:
+    plan = planned(tmp_path, TINY | {"model_type": "llama"}, world_size=4, sizes={"pp": 2})
+    assert len(plan.ranks.parameters) == 4
+    assert plan.matrices == 28
+    assert sum(plan.ranks.parameters) == plan.elements * 2
+
+
+def test_70b_on_512_ranks_within_ten_seconds_and_two_gibibytes(tmp_path: Path) -> None:
+    start, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    plan = planned(tmp_path, LLAMA_70B, world_size=512)
+    assert time.process_time() - start < 10
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2 * 1024**2  # KiB
+    assert plan.elements == 70_553_706_496
+    assert plan.matrices == 560
+    # Norms of 8192 elements are cut by 512 ranks as evenly as the matrices: bf16, a 512th each.
+    assert plan.ranks.parameters[0] == pytest.approx(plan.elements * 2 / 512, rel=1e-2)
+    # Whole matrices move: a matrix and its update, in bf16, but for the owner's own part.
+    matrices = sum(row.count * math.prod(row.shape) for row in plan.routes if row.algorithm == "muown")
+    assert sum(plan.ranks.sent) == pytest.approx(2 * 2 * matrices * 511 / 512, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "key"), [({"tp": 3}, "--world-size"), ({"replicas": 3}, "--replicas"), ({"ep": 3}, "--ep")]
+)
+def test_sizes_that_do_not_divide(tmp_path: Path, sizes: dict[str, int], key: str) -> None:
+    with pytest.raises(OptionError) as raised:
+        planned(tmp_path, TINY | {"model_type": "llama"}, world_size=8, sizes=sizes)
+    assert raised.value.subject == key
+
+
+def test_what_cannot_be_planned_says_why(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"model_type.*--deep"):
+        planned(tmp_path, TINY | {"model_type": "gpt2"}, world_size=1)
+    with pytest.raises(OptionError, match=r"optimizer\.lr"):
+        planned(tmp_path, TINY | {"model_type": "llama"}, {"lr": -1}, world_size=1)
+    with pytest.raises(OptionError, match=r"hidden_size.*missing"):
+        planned(
+            tmp_path,
+            {key: value for key, value in TINY.items() if key != "hidden_size"} | {"model_type": "llama"},
+            world_size=1,
+        )
+
+
+def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
+    file, recipe = write(tmp_path, TINY | {"model_type": "llama"})
+    arguments = ["plan", str(recipe), "--model-config", str(file), "--world-size", "2"]
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exit_code == 0, shown.output
+    assert "28 matrices orthogonalized a step" in shown.output
+    assert "shard x2 cuts axis 0" in shown.output
+    told = json.loads(CliRunner().invoke(app, [*arguments, "--json", "--ranks", "--optimizer.lr", "2e-3"]).stdout)
+    assert told["matrices"] == 28
+    assert len(told["ranks"]["sent"]) == 2
+    assert {row["lr"] for row in told["routes"]} == {2e-3}
