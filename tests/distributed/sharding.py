@@ -7,6 +7,7 @@ left to right as DTensor does, except for `_StridedShard`, whose dimension cuts 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import dmuown
+
+#: Where tensors live: the card too, when `tests/gpu/nccl_layouts.py` runs the same layouts through NCCL.
+DEVICE = os.environ.get("DMUOWN_TEST_DEVICE", "cpu")
 
 MATRIX_ALGORITHMS = ("muon", "normuon", "muown", "normuown", "angular_muown")
 ROW_STATE = ("magnitude", "magnitude_momentum", "magnitude_variance", "direction_norm", "variance_neuron")
@@ -116,7 +120,7 @@ def _tuples(value: Any) -> Any:
 @functools.lru_cache
 def build_mesh(ranks: Any, names: tuple[str, ...] | None = None) -> DeviceMesh:
     """A mesh of given ranks; kept, since every new one makes process groups that are never freed."""
-    return DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=names)
+    return DeviceMesh(DEVICE, torch.tensor(ranks), mesh_dim_names=names)
 
 
 @dataclass
@@ -146,7 +150,7 @@ class Run:
     def whole(self, kind: int, index: int) -> Tensor:
         """Weights (kind 0) or the gradients of step kind - 1, of the parameter `index`."""
         generator = torch.Generator().manual_seed(1_000_000 * self.seed + 1000 * index + kind)
-        return torch.randn(self.layout.shape, generator=generator, dtype=torch.float64).to(self.dtype)
+        return torch.randn(self.layout.shape, generator=generator, dtype=torch.float64).to(DEVICE, self.dtype)
 
     def group(self, algorithm: str, params: Sequence[Tensor], names: list[str]) -> dict[str, Any]:
         group: dict[str, Any] = {
