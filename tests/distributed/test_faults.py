@@ -151,8 +151,8 @@ def used_and_warm(rank: int, world_size: int) -> tuple[int, int]:
     layouts = [GRID["HSDP by columns"], GRID["EP x FSDP by rows"], GRID["FSDP x row-wise TP"], GRID["EP x replicas"]]
     groups = []
     for index, layout in enumerate(layouts):
-        param = torch.nn.Parameter(layout.distribute(torch.ones(layout.shape)))
-        groups.append({"params": [(f"p{index}", param)], "algorithm": ("muown", "normuon")[index % 2]})
+        weight = torch.nn.Parameter(layout.distribute(torch.ones(layout.shape)))
+        groups.append({"params": [(f"p{index}", weight)], "algorithm": ("muown", "normuon")[index % 2]})
     optimizer = dmuown.Muon(groups, lr=0.1)
     for param in parameters(optimizer):
         param.grad = torch.ones_like(param)
@@ -199,10 +199,11 @@ def renew(rank: int, world_size: int, store: str) -> list[bool]:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
         mesh = DeviceMesh("cpu", torch.tensor(SQUARE))
         local = layout.cut(run.whole(0, 0), mesh.get_coordinate() or ()).clone()
-        sharded = DTensor.from_local(local, mesh, [Shard(0), Shard(1)], shape=torch.Size((8, 6)), stride=(6, 1))
-        param = torch.nn.Parameter(sharded)
-        optimizer = dmuown.Muown([param], lr=0.1)
-        param.grad = torch.ones_like(param)
+        shape = torch.Size((8, 6))
+        sharded = DTensor.from_local(local, mesh, [Shard(0), Shard(1)], shape=shape, stride=(6, 1))
+        weight = torch.nn.Parameter(sharded)
+        optimizer = dmuown.Muown([weight], lr=0.1)
+        weight.grad = torch.ones_like(weight)
         optimizer.step()
         finite.append(bool(local.isfinite().all()))
     return finite

@@ -129,6 +129,8 @@ def _check_tensor(tensor: Tensor, name: str) -> None:
         )
     if tensor.layout != torch.strided:
         raise ParameterError(name, f"must be dense, got layout {tensor.layout}", "Convert it with to_dense()")
+    if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
+        raise LayoutError(name, "this rank is not in the parameter's mesh", "Build the optimizer on its ranks")
     if not (tensor.is_leaf or tensor.retains_grad):
         raise ParameterError(name, "is not a leaf tensor", "Pass the parameter itself, not a result computed from it")
 
