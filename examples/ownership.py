@@ -50,7 +50,8 @@ class Block(nn.Module):
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o_proj(mixed.transpose(1, 2).flatten(2))
         normed = self.mlp_norm(x)
-        return x + self.down_proj(nn.functional.silu(self.gate_proj(normed)) * self.up_proj(normed))
+        hidden: Tensor = x + self.down_proj(nn.functional.silu(self.gate_proj(normed)) * self.up_proj(normed))
+        return hidden
 
 
 class Model(nn.Module):

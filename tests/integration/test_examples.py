@@ -59,10 +59,13 @@ def test_the_ownership_runtime(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_automodel_from_yaml(tmp_path: Path) -> None:
+    """The whole of docs/guides/command-line.md."""
+    config = str(EXAMPLES / "automodel/muown.yaml")
     run(str(EXAMPLES / "automodel/prepare.py"), folder=tmp_path)
-    done = dmuown(
-        "finetune", str(EXAMPLES / "automodel/muown.yaml"), "--nproc-per-node", "2", cwd=tmp_path, timeout=240
-    )
+    for command in ("check", "plan"):
+        done = dmuown(command, config, "--world-size", "2", cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+    done = dmuown("finetune", config, "--nproc-per-node", "2", cwd=tmp_path, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
     assert re.search(rf"orthogonalized\D+{MATRICES}\b", done.stdout), done.stdout
     checkpoints = tmp_path / "runs/example/checkpoints"
@@ -70,3 +73,6 @@ def test_automodel_from_yaml(tmp_path: Path) -> None:
     assert len(losses) == 10
     assert losses[-1] < 0.8 * losses[0], losses
     assert (checkpoints / "LATEST").exists()
+    done = dmuown("report", str(checkpoints), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (checkpoints / "report.html").exists()
