@@ -12,8 +12,8 @@ the yields decide how tasks interleave, and so the order of the collectives of a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -35,12 +35,14 @@ class ExchangeCount:
         all_gathers: Calls of all-gather.
         bytes_sent: Bytes this rank handed to other ranks.
         matrices: Logical matrices orthogonalized on this rank, a fused weight's blocks counted singly.
+        observe: `(bucket, results [count, m, n])`, called with what this rank orthogonalized; None for nothing.
     """
 
     all_to_alls: int = 0
     all_gathers: int = 0
     bytes_sent: int = 0
     matrices: int = 0
+    observe: Callable[[Bucket, Tensor], None] | None = field(default=None, repr=False, compare=False)
 
 
 def wire_dtype(compute: torch.dtype) -> torch.dtype:
@@ -119,7 +121,10 @@ def _orthogonalize_whole(bucket: Bucket, whole: Tensor | None, count: ExchangeCo
     if whole is None:
         return torch.empty(0)
     count.matrices += len(whole) * max(1, len(bucket.blocks))
-    return orthogonalize_blocks(whole, bucket.blocks, bucket.orthogonalizer)
+    result = orthogonalize_blocks(whole, bucket.blocks, bucket.orthogonalizer)
+    if count.observe is not None:
+        count.observe(bucket, result)
+    return result
 
 
 def _through_owners(

@@ -185,7 +185,7 @@ DIST_ENV: Mapping[str, Rule] = {
     "timeout_minutes": positive,
 }
 
-CLIP: Mapping[str, Rule] = {"max_norm": optional(positive), "backend": one_of("triton", "torch")}
+CLIP: Mapping[str, Rule] = {"max_norm": optional(positive), "backend": one_of("triton", "te")}
 
 _selectors = optional(items(mapping))
 
