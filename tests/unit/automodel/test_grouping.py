@@ -189,6 +189,11 @@ def test_a_decay_that_only_the_scheduler_brings_spares_embeddings_and_heads() ->
     factors = {name: group["wd_mult"] for name, group in found.items()}
     assert factors["embed_tokens.weight"] == factors["lm_head.weight"] == 0.0
     assert factors["blocks.0.weight"] == factors["norm.weight"] == 1.0
+    # Also where group 0 itself takes no decay: matrices on the sphere have none.
+    found = by_name(groups_of(AngularMuownConfig(weight_decay=0.0)))
+    factors = {name: group["wd_mult"] for name, group in found.items()}
+    assert factors["embed_tokens.weight"] == factors["blocks.0.weight"] == 0.0
+    assert factors["norm.weight"] == 1.0
 
 
 def test_no_group_is_empty_and_every_part_has_its_optimizer() -> None:
