@@ -1,0 +1,89 @@
+"""Invariants 2 and 7 on ranks: results depend on nothing but the inputs, and nothing but the outputs changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dmuown
+from dmuown.engine import optimizer as engine
+from tests.distributed.harness import RankPool
+from tests.distributed.sharding import MATRIX_ALGORITHMS, Layout, Run, local, parameters
+from tests.distributed.test_layouts import GRID, LINE, on
+
+LAYOUTS = [GRID["HSDP, uneven"], GRID["EP x FSDP, uneven experts"], GRID["FSDP x row-wise TP, uneven"]]
+
+
+def train(order: list[int], tasks: int = 3, **options: Any) -> list[Tensor]:
+    """Several layouts and algorithms in one optimizer; weights in the original order."""
+    runs = [Run(layout, MATRIX_ALGORITHMS, options=options) for layout in (*LAYOUTS, on(LINE["rows, uneven"], 4))]
+    groups, params, layouts = [], [], []
+    for number, run in enumerate(runs):
+        for index, algorithm in enumerate(run.algorithms):
+            param = torch.nn.Parameter(run.layout.distribute(run.whole(0, index)))
+            groups.append(run.group(algorithm, [param], [f"{number}.{algorithm}"]))
+            params.append(param)
+            layouts.append(run.layout)
+    before, engine.MAX_CONCURRENT_TASKS = engine.MAX_CONCURRENT_TASKS, tasks
+    try:
+        optimizer = dmuown.Muon([groups[index] for index in order], lr=0.05)
+        for step in range(2):
+            for index, (param, layout) in enumerate(zip(params, layouts, strict=True)):
+                run = runs[index // len(MATRIX_ALGORITHMS)]
+                param.grad = layout.distribute(run.whole(step + 1, index % len(MATRIX_ALGORITHMS)))
+            optimizer.step()
+    finally:
+        engine.MAX_CONCURRENT_TASKS = before
+    return [local(param).detach() for param in params]
+
+
+def variants(rank: int, world_size: int) -> float:
+    """The largest difference between ways to run the same step, relative to the size of weights."""
+    count = len(MATRIX_ALGORITHMS) * (len(LAYOUTS) + 1)
+    order = list(range(count))
+    expected = train(order)
+    shuffled = torch.randperm(count, generator=torch.Generator().manual_seed(9)).tolist()
+    others = [
+        train(order, tasks=1),
+        train(order, tasks=7),
+        train(shuffled),
+        train(order, batch_size=1),
+        train(order, batch_size=2),
+    ]
+    return max(
+        float((a - b).abs().max()) for other in others for a, b in zip(other, expected, strict=True) if a.numel()
+    )
+
+
+def test_overlap_order_and_bucket_size_do_not_matter(ranks4: RankPool) -> None:
+    """Invariant 2. Experts that some ranks have fewer of must not shift the order of collectives."""
+    assert max(ranks4.run(variants, timeout=120)) < 2e-6
+
+
+def in_place(rank: int, world_size: int, layout: Layout) -> bool:
+    run = Run(layout, MATRIX_ALGORITHMS, per_group=2)
+    optimizer = run.optimizer(layout.distribute)
+    params = parameters(optimizer)
+    for index, param in enumerate(params):
+        param.grad = layout.distribute(run.whole(1, index))
+    places = [
+        [local(param).data_ptr(), *(local(v).data_ptr() for v in optimizer.state[param].values())] for param in params
+    ]
+    grads = [param.grad for param in params]
+    for _ in range(2):
+        optimizer.step()
+    return all(
+        [local(param).data_ptr(), *(local(v).data_ptr() for v in optimizer.state[param].values())] == place
+        and param.grad is grad
+        and torch.equal(local(grad), layout.distribute(run.whole(1, index)).to_local())  # type: ignore[attr-defined]
+        for index, (param, place, grad) in enumerate(zip(params, places, grads, strict=True))
+        if grad is not None
+    )
+
+
+def test_storage_and_gradients_stay_where_they_are(ranks4: RankPool) -> None:
+    """Invariant 7."""
+    for name in ("HSDP by rows", "FSDP x column-wise TP, transposed", "convolution on two axes"):
+        assert ranks4.run(in_place, GRID[name]) == [True] * 4
