@@ -71,7 +71,6 @@ def multiply(
     out_desc = _describe(out.data_ptr(), dtype, *plan.out)
     launch(
         hopper.product_kernel,
-        (dtype, plan.constants),
         plan.grid,
         (
             _describe(a.data_ptr(), dtype, *plan.a),
@@ -79,9 +78,11 @@ def multiply(
             out_desc if c is None or plan.c is None else _describe(c.data_ptr(), dtype, *plan.c),
             out_desc,
             _describe(out.data_ptr(), dtype, *plan.mirror),
-            float(alpha), float(beta), *plan.sizes, *plan.constants,
+            float(alpha), float(beta), *plan.sizes,
         ),
+        plan.constants,
         a.device,
+        key=dtype,
         **plan.options,
     )
     return True

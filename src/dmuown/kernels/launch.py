@@ -19,33 +19,35 @@ _compiled: dict[Hashable, Any] = {}
 
 
 def launch(
-    kernel: Any, key: Hashable, grid: tuple[int, int, int], arguments: Sequence[Any], device: torch.device, **options: int
+    kernel: Any, grid: tuple[int, int, int], arguments: Sequence[Any], constants: tuple[Any, ...], device: torch.device,
+    *, key: Hashable = None, **options: int,
 ) -> None:
     """Run `kernel` on the current stream of `device`.
 
     Args:
-        kernel: A `triton.jit` or `gluon.jit` function.
-        key: Equal only for launches that Triton would compile alike: argument dtypes, constexpr values, options,
-            and for arguments it specialises on, pointer alignment, divisibility by 16 and being 1.
+        kernel: A `triton.jit` or `gluon.jit` function whose constexpr parameters come last.
         grid: Programs per axis.
-        arguments: All parameters in order, constexpr ones included.
-        device: Where every tensor among them is.
-        options: `num_warps`, `num_stages`, `maxnreg`.
+        arguments: The parameters but the constexpr ones, in order.
+        constants: The constexpr parameters, in order.
+        device: Where every tensor among the arguments is.
+        key: What else decides the compilation, where the arguments say it less quickly than the caller; the
+            arguments' own classes by default.
+        options: `num_warps`, `num_stages`, `launch_pdl`.
     """
     if INTERPRETED:
-        kernel[grid](*arguments, **options)
+        kernel[grid](*arguments, *constants, **options)
         return
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            launch(kernel, key, grid, arguments, device, **options)
+            launch(kernel, grid, arguments, constants, device, key=key, **options)
         return
-    entry = (kernel, key, device.index)
+    entry = (kernel, _classes(arguments) if key is None else key, constants, tuple(options.values()), device.index)
     compiled = _compiled.get(entry)
     if compiled is None or _hooked():
-        _compiled[entry] = kernel[grid](*arguments, **options)
+        _compiled[entry] = kernel[grid](*arguments, *constants, **options)
         return
     stream = torch._C._cuda_getCurrentRawStream(device.index)
-    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments, *constants)
 
 
 def _hooked() -> bool:
@@ -54,8 +56,8 @@ def _hooked() -> bool:
     return hooks is not None and bool(getattr(hooks, "calls", True))
 
 
-def specialization(arguments: Sequence[Any]) -> Hashable:
-    """A key for `launch` from the arguments themselves, by the rules of Triton's own specialisation."""
+def _classes(arguments: Sequence[Any]) -> Hashable:
+    """What Triton specialises on: dtypes, aligned addresses, and integers that are 1, divisible by 16, or wide."""
     return tuple([_class_of(argument) for argument in arguments])
 
 
@@ -67,4 +69,4 @@ def _class_of(argument: Any) -> Hashable:
         return float
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
-    return kind, argument
+    raise TypeError(f"an argument of a kernel must be an int, a float or a tensor, got {kind.__name__}")

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmuown.kernels.launch import launch, specialization
+from dmuown.kernels.launch import launch
 
 _BLOCK = 4096
 _MAX_PARTS = 1024
@@ -89,10 +89,8 @@ def normalize(x: Tensor, dtype: torch.dtype, *, factor: float, epsilon: float, c
     parts = triton.cdiv(blocks, per_part)
     partial = torch.empty((batch, parts), dtype=torch.float32, device=x.device)
     grid = (parts, batch, 1)
-    arguments = (x, partial, size, x.stride(0), per_part, parts, _BLOCK)
-    launch(_partial_kernel, specialization(arguments), grid, arguments, x.device, num_warps=8)
-    scaled = (
-        x, partial, out, size, x.stride(0), size, per_part, parts, float(factor), float(epsilon), clamp, _BLOCK, _MAX_PARTS
-    )
-    launch(_scale_kernel, specialization(scaled), grid, scaled, x.device, num_warps=8)
+    arguments = (x, partial, size, x.stride(0), per_part, parts)
+    launch(_partial_kernel, grid, arguments, (_BLOCK,), x.device, num_warps=8)
+    scaled = (x, partial, out, size, x.stride(0), size, per_part, parts, float(factor), float(epsilon))
+    launch(_scale_kernel, grid, scaled, (clamp, _BLOCK, _MAX_PARTS), x.device, num_warps=8)
     return out

@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dmuown.kernels import row_kernels
-from dmuown.kernels.launch import launch, specialization
+from dmuown.kernels.launch import launch
 
 KINDS = {"muon": 0, "muown": 1, "angular": 2}
 _LONGEST_ROW = 16384
@@ -83,12 +83,13 @@ def before(
     arguments = (
         table, dg, directions, count, programs, m, n, batch * m, float(mu), float(floor),
         *weights[0].stride(), *first.stride(), *momenta[0].stride(), *state, *directions.stride(),
+    )
+    constants = (
         KINDS[kind], ema, nesterov, _TYPES[weights[0].dtype], _TYPES[first.dtype], _TYPES[momenta[0].dtype],
         aligned, tile.rows, tile.cols, tile.whole,
     )
     launch(
-        row_kernels.before_kernel, specialization(arguments), (count * programs, 1, 1), arguments, first.device,
-        num_warps=tile.warps,
+        row_kernels.before_kernel, (count * programs, 1, 1), arguments, constants, first.device, num_warps=tile.warps
     )
     return dg if split else None
 
@@ -145,13 +146,14 @@ def after(
         weight_decay if isinstance(weight_decay, Tensor) else float(weight_decay),
         float(scale), float(floor), float(epsilon), float(betas[0]), float(betas[1]), *corrected,
         *first.stride(), *state, *updates.stride(),
+    )
+    constants = (
         KINDS[kind], decays, cautious, multipliers is not None,
         isinstance(lr, Tensor), isinstance(weight_decay, Tensor), live_step,
         _TYPES[first.dtype], aligned, tile.rows, tile.cols, tile.whole,
     )
     launch(
-        row_kernels.after_kernel, specialization(arguments), (count * programs, 1, 1), arguments, first.device,
-        num_warps=tile.warps,
+        row_kernels.after_kernel, (count * programs, 1, 1), arguments, constants, first.device, num_warps=tile.warps
     )
 
 
@@ -174,11 +176,9 @@ def neuron(updates: Tensor, variances: Sequence[Tensor], *, beta2: float, epsilo
     multipliers = torch.empty((count, batch, m, 1), dtype=torch.float32, device=updates.device)
     table, _ = _table([variances], wide=0)
     arguments = (
-        table, squares, multipliers, count, m, n, batch, float(beta2), float(epsilon), *variances[0].stride()[:2], 1024,
+        table, squares, multipliers, count, m, n, batch, float(beta2), float(epsilon), *variances[0].stride()[:2],
     )
-    launch(
-        row_kernels.neuron_kernel, specialization(arguments), (count * batch, 1, 1), arguments, updates.device, num_warps=4
-    )
+    launch(row_kernels.neuron_kernel, (count * batch, 1, 1), arguments, (1024,), updates.device, num_warps=4)
     return multipliers
 
 
@@ -188,11 +188,9 @@ def row_squares(x: Tensor) -> Tensor:
     result = torch.empty((batch, m, 1), dtype=torch.float32, device=x.device)
     tile = _tile(batch * m, n, [x])
     programs = triton.cdiv(batch * m, tile.rows)
-    arguments = (x, result, programs, m, n, batch * m, *x.stride(), tile.rows, tile.cols, tile.whole)
-    launch(
-        row_kernels.row_squares_kernel, specialization(arguments), (programs, 1, 1), arguments, x.device,
-        num_warps=tile.warps,
-    )
+    arguments = (x, result, programs, m, n, batch * m, *x.stride())
+    constants = (tile.rows, tile.cols, tile.whole)
+    launch(row_kernels.row_squares_kernel, (programs, 1, 1), arguments, constants, x.device, num_warps=tile.warps)
     return result
 
 
