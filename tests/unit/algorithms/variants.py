@@ -25,7 +25,7 @@ class MyVariant(MuonAlgorithm):
         buf.mul_(alpha).add_(grad)
         state["row_sizes"].mul_(alpha).add_(grad.float().square().sum(-1, keepdim=True).sqrt())
         u = orthogonalize_single(buf, ns_steps=ns_steps, strategy=orthogonalization_strategy, split_sizes=split_sizes)
-        param.sub_(lr * lr_ratio * u / (1 + state["row_sizes"]))
+        param.mul_(1 - lr * kwargs["weight_decay"]).sub_(lr * lr_ratio * u / (1 + state["row_sizes"]))
 
 
 @register_muon_algorithm
@@ -47,4 +47,4 @@ class MyBatchedVariant(MyVariant):
             state["momentum_buffer"], ns_steps=ns_steps, strategy=orthogonalization_strategy, split_sizes=split_sizes
         )
         for param, update, sizes, ratio in zip(params, u, state["row_sizes"], lr_ratios, strict=True):
-            param.sub_(lr * ratio * update / (1 + sizes))
+            param.mul_(1 - lr * kwargs["weight_decay"]).sub_(lr * ratio * update / (1 + sizes))
