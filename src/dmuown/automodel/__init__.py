@@ -20,12 +20,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from dmuown.automodel.configs import SHORT_NAMES as SHORT_NAMES
     from dmuown.automodel.configs import AngularMuownConfig as AngularMuownConfig
+    from dmuown.automodel.configs import DMuonConfig as DMuonConfig
     from dmuown.automodel.configs import MuonConfig as MuonConfig
     from dmuown.automodel.configs import MuownConfig as MuownConfig
     from dmuown.automodel.configs import NorMuonConfig as NorMuonConfig
     from dmuown.automodel.configs import NorMuownConfig as NorMuownConfig
 
-__all__ = ["SHORT_NAMES", "AngularMuownConfig", "MuonConfig", "MuownConfig", "NorMuonConfig", "NorMuownConfig"]
+__all__ = [
+    "SHORT_NAMES",
+    "AngularMuownConfig",
+    "DMuonConfig",
+    "MuonConfig",
+    "MuownConfig",
+    "NorMuonConfig",
+    "NorMuownConfig",
+]
 
 
 def __getattr__(name: str) -> object:

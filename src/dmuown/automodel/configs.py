@@ -12,6 +12,7 @@ from typing import ClassVar
 from dmuown.automodel.host import require_host
 from dmuown.automodel.optimizer_options import (
     AngularMuownOptions,
+    DMuonOptions,
     MatrixOptions,
     MuonOptions,
     MuownOptions,
@@ -58,6 +59,13 @@ class NorMuonConfig(NorMuonOptions, OptimizerConfig):
 @dataclass
 class AngularMuownConfig(AngularMuownOptions, OptimizerConfig):
     """`dmuown.AngularMuown` in the host; see `AngularMuownOptions`."""
+
+    supports_megatron_fsdp_sharding: ClassVar[bool] = False
+
+
+@dataclass
+class DMuonConfig(DMuonOptions, OptimizerConfig):
+    """The ownership runtime in the host, with any algorithm; see `DMuonOptions`."""
 
     supports_megatron_fsdp_sharding: ClassVar[bool] = False
 

@@ -518,6 +518,8 @@ class DMuonOptions(MatrixOptions):
         for name in given:
             setattr(self, name, getattr(self.chosen, name))
         self.lr = self.chosen.lr
+        # Dtypes of computation and of gradients' reduction; the host's parallelizer fills them in.
+        self.mixed_precision: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
 
     def grouping_rules(self) -> GroupingRules:
         """Return where each parameter goes, as the chosen algorithm's configuration does."""
@@ -530,6 +532,23 @@ class DMuonOptions(MatrixOptions):
     def optimizer_class(self) -> type[torch.optim.Optimizer]:
         """Return the optimizer class of the chosen algorithm."""
         return self.chosen.optimizer_class()
+
+    def build(
+        self, model: torch.nn.Module, *, device_mesh: DeviceMesh | None = None, is_peft: bool = False
+    ) -> list[torch.optim.Optimizer]:
+        """Give every parameter of `model` an owner, and build the optimizer of what this rank owns.
+
+        Args:
+            model: The model with whole parameters, equal on all ranks.
+            device_mesh: Unused: all ranks are owners.
+            is_peft: Whether adapters are trained; nothing here depends on it.
+
+        Raises:
+            OptionError: The model is sharded already.
+        """
+        from dmuown.automodel.ownership import build_owned
+
+        return build_owned(self, model)
 
 
 _OPTIONAL_HERE = frozenset({*_ALGORITHM_FIELDS, "lr", "nesterov", "ns_epsilon"})

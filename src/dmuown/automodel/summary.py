@@ -19,6 +19,7 @@ class RunSummary:
             of experts counts each of its matrices.
         matrix_parameters: Elements in them.
         trainable_parameters: Elements of all trainable parameters.
+        orthogonalized: Matrices that the last step did orthogonalize, counted where it happens.
         first_step, last_step: Steps of this run, counted from 1 (the host's logs count from 0); a
             resumed run starts after the one it resumes.
         losses: Training loss by step.
@@ -34,6 +35,7 @@ class RunSummary:
     matrices: int = 0
     matrix_parameters: int = 0
     trainable_parameters: int = 0
+    orthogonalized: int = 0
     first_step: int = 0
     last_step: int = 0
     losses: dict[int, float] = field(default_factory=dict)
@@ -56,7 +58,7 @@ class RunSummary:
             ("optimizer", self.optimizer),
             (
                 "orthogonalized",
-                f"{self.matrices} matrices a step, {self.matrix_parameters:,} of "
+                f"{self.matrices} matrices a step ({self.orthogonalized} in the last), {self.matrix_parameters:,} of "
                 f"{self.trainable_parameters:,} trainable parameters",
             ),
             ("checkpoint", self.checkpoint or "none saved"),

@@ -15,6 +15,7 @@ import torch
 from dmuown.automodel import cpu
 from dmuown.automodel.grouping import ELEMENTWISE, count_matrices
 from dmuown.automodel.progress import ProgressReport
+from dmuown.automodel.recipe import extend
 from dmuown.automodel.request import Request, own_config
 from dmuown.automodel.summary import RunSummary
 
@@ -40,7 +41,7 @@ def run(request: Request) -> RunSummary:
     if own_config(str(request.get("optimizer._target_"))) and request.get("optimizer.nonfinite") is None:
         cfg.set_by_dotted("optimizer.nonfinite", "raise")
     module, _, name = request.recipe.rpartition(".")
-    recipe = _reporting(getattr(importlib.import_module(module), name))(cfg)
+    recipe = _reporting(extend(getattr(importlib.import_module(module), name)))(cfg)
     recipe.setup()
     recipe.run_train_validation_loop()
     summary: RunSummary = recipe.dmuown_summary
@@ -65,7 +66,6 @@ def _reporting(recipe_class: Any) -> Any:
 
     class Reporting(recipe_class):
         def setup(self) -> None:
-            self.cfg.optimizer  # noqa: B018 - builds and checks the configuration, before any work
             super().setup()
             self.dmuown_summary = _describe(self.optimizer)
             self.dmuown_summary.world_size = self.dist_env.world_size
@@ -97,6 +97,7 @@ def _reporting(recipe_class: Any) -> Any:
             summary = self.dmuown_summary
             summary.losses[int(log_data.step) + 1] = float(log_data.metrics["loss"])
             summary.first_step, summary.last_step = min(summary.losses), max(summary.losses)
+            summary.orthogonalized = sum(getattr(optimizer, "orthogonalized", 0) for optimizer in self.optimizer)
             return super().log_train_metrics(log_data)
 
         def log_val_metrics(self, val_name: str, log_data: Any, metric_logger: Any = None) -> Any:
