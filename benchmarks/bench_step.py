@@ -89,7 +89,7 @@ def builders() -> dict[str, Builder]:
         "dmuown NorMuon": ours("NorMuon"),
         "dmuown NorMuown": ours("NorMuown"),
         "dmuown AngularMuown": ours("AngularMuown", decay_degree=0),
-        **{f"dmuown Muown batch_size={size}": ours("Muown", batch_size=size) for size in (2, 3, 4, 6)},
+        **{f"dmuown Muown batch_size={size}": ours("Muown", batch_size=size) for size in (2, 4)},
     }
     try:
         import dion as _  # noqa: F401
