@@ -10,7 +10,7 @@ their own.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,7 +70,7 @@ def assign_owners(items: Sequence[Item], slots: int) -> dict[str, int]:
         Owner in `range(slots)` by name. It depends on names, shapes and boundaries only.
     """
     load = [0] * slots
-    used: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    used: dict[int, Counter[int]] = defaultdict(Counter)  # by boundary: units by owner; asking adds no entry
     owners: dict[str, int] = {}
 
     def place(unit: Sequence[Item], candidates: Sequence[int]) -> None:

@@ -48,6 +48,9 @@ class AwayParameter(nn.Parameter):
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return f"AwayParameter({self.away_name}, shape={tuple(self.shape)}, dtype={self.dtype}, on {self.away_owner})"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _no_data(self, "pickling")
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -76,13 +79,7 @@ class AwayParameter(nn.Parameter):
                 )
             elif name in _METADATA:
                 return func(*args, **(kwargs or {}))
-        raise OwnershipError(
-            away.away_name,
-            f"holds no data on this rank, for {name or func}: it is on {away.away_owner}",
-            "Parameters are whole inside the forward and backward of their hook boundary, and under "
-            "`with dmuown.gathered(model)`; a module that reads a parameter outside its boundary needs a "
-            "hook_boundary_predicate that matches a module around both",
-        )
+        raise _no_data(away, name or str(func))
 
 
 def make_away(param: nn.Parameter, name: str, owner: str) -> None:
@@ -106,6 +103,16 @@ def released_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.devi
         tensor.set_(tensor.untyped_storage(), 0, tuple(shape), tuple(reversed(strides)))
     tensor.untyped_storage().resize_(0)  # set_ grew it; the memory was never written
     return tensor
+
+
+def _no_data(away: AwayParameter, use: str) -> OwnershipError:
+    return OwnershipError(
+        away.away_name,
+        f"holds no data on this rank, for {use}: it is on {away.away_owner}",
+        "Parameters are whole inside the forward and backward of their hook boundary, and under "
+        "`with dmuown.gathered(model)`; a module that reads a parameter outside its boundary needs a "
+        "hook_boundary_predicate that matches a module around both",
+    )
 
 
 def _on_meta(away: AwayParameter) -> Tensor:

@@ -51,11 +51,12 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
             return type(value)(*parts)
         return type(value)(parts)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed = copy.copy(value)
+        changed = value
         for field in dataclasses.fields(value):
             old = getattr(value, field.name, None)
             new = map_tensors(function, old)
             if new is not old:
+                changed = copy.copy(value) if changed is value else changed
                 object.__setattr__(changed, field.name, new)
         return changed
     return value
