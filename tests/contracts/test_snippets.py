@@ -71,8 +71,8 @@ def test_commands_exist(block: Block) -> None:
     joined = re.sub(r"\\\n\s*", " ", block.code)
     commands = [line for line in joined.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     assert commands
-    for line in commands:
-        words = shlex.split(line, comments=True)
+    for command in (part for line in commands for part in line.split(" && ")):
+        words = shlex.split(command, comments=True)
         while words and re.match(r"[A-Z_]+=", words[0]):  # environment
             words.pop(0)
         _check_command(words)

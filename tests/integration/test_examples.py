@@ -58,6 +58,7 @@ def test_the_ownership_runtime(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_automodel_from_yaml(tmp_path: Path) -> None:
     """The whole of docs/guides/command-line.md."""
     config = str(EXAMPLES / "automodel/muown.yaml")
