@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from torch import Tensor
 
-from tests.distributed.harness import RankPool
+from tests.distributed.harness import RankPool, run_ranks
 from tests.distributed.sharding import Layout, Run, assert_sharded_equals_whole, train_sharded, train_whole
+from tests.reference.adam import Adam
+from tests.reference.adamw import AdamW
+from tests.reference.angular_muown import AngularMuown
+from tests.reference.lion import Lion
+from tests.reference.muon import Muon
+from tests.reference.muown import Muown
+from tests.reference.normuon import NorMuon
+from tests.reference.normuown import NorMuown
+from tests.reference.orthogonalize import polar_express
 
 TRANSPOSED = {"matrix_transposed": True}
 FLATTEN = {"flatten": True}
@@ -122,3 +134,51 @@ def test_a_grid_of_four_ranks_equals_one_process(ranks4: RankPool, name: str) ->
     """Invariants 1 and 2."""
     run = Run(GRID[name], per_group=3)
     assert_sharded_equals_whole(run, ranks4.run(train_sharded, run), train_whole(run), rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(18, 6), (4, 6), (5, 64)])
+def test_eight_ranks_equal_one_process(shape: tuple[int, int]) -> None:
+    """dion#74 and #83, AutoModel#2997: (18, D) and fewer rows than eight ranks leave tail ranks without any."""
+    run = Run(on(Layout(shape, placements=("S0",)), 8), per_group=2)
+    assert_sharded_equals_whole(run, run_ranks(8, train_sharded, run, timeout=120), train_whole(run), rtol=1e-5)
+
+
+# ---------------------------------------------------------------------- against the equations
+
+ORACLES: dict[str, Callable[[Tensor], Any]] = {
+    "muon": lambda w: Muon(w, lr=0.05, weight_decay=0.1, nesterov=True, orthogonalize=polar_express),
+    "normuon": lambda w: NorMuon(w, lr=0.05, weight_decay=0.1, orthogonalize=polar_express),
+    "muown": lambda w: Muown(w, lr=0.05, weight_decay=0.1),
+    "normuown": lambda w: NorMuown(w, lr=0.05, weight_decay=0.1),
+    "angular_muown": lambda w: AngularMuown(w, lr=0.05),
+    "adamw": lambda w: AdamW(w, lr=0.05, betas=(0.9, 0.95), weight_decay=0.1),
+    "adam": lambda w: Adam(w, lr=0.05, betas=(0.9, 0.95), weight_decay=0.1),
+    "lion": lambda w: Lion(w, lr=0.05, betas=(0.9, 0.95), weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        on(LINE["rows, uneven"], 4),
+        on(LINE["columns, empty tail"], 4),
+        GRID["FSDP x row-wise TP, uneven"],
+        GRID["EP x FSDP, uneven experts"],
+    ],
+    ids=["rows", "columns", "both", "experts"],
+)
+def test_shards_equal_the_float64_oracles(ranks4: RankPool, layout: Layout) -> None:
+    """Invariant 1, against the papers' equations rather than against this package on one process."""
+    run = Run(layout, tuple(ORACLES), steps=4)
+    expected = []
+    for index, oracle in enumerate(map(ORACLES.__getitem__, run.algorithms)):
+        reference = oracle(run.whole(0, index))
+        for step in range(run.steps):
+            reference.step(run.whole(step + 1, index))
+        expected.append(reference.weight)
+    for rank, (coordinate, states) in enumerate(ranks4.run(train_sharded, run)):
+        for name, state, weight in zip(run.algorithms, states, expected, strict=True):
+            part = layout.cut(weight, coordinate)
+            error = float((state["weight"].double() - part).norm() / weight.norm())
+            assert error < 1e-5, (name, rank, error)
