@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -291,7 +292,9 @@ def _write_folder(source: Path, destination: Path, whole: Mapping[str, Any]) -> 
     partial = destination.with_name(f"{destination.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(source, partial, ignore=lambda folder, _: ["optim"] if Path(folder) == source else [])
-    save(dict(whole), checkpoint_id=str(partial / "optim"), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled")
+        save(dict(whole), checkpoint_id=str(partial / "optim"), no_dist=True)
     partial.rename(destination)
 
 
