@@ -27,7 +27,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_assets(folder: Path, family: str) -> None:
+def write_assets(folder: Path, family: str, columns: dict[str, str]) -> None:
     """A checkpoint's configuration beside a file of no weights, and two data sets."""
     model = folder / "model"
     model.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def write_assets(folder: Path, family: str) -> None:
     (model / "config.json").write_text(json.dumps(content))
     (model / "model.safetensors").touch()
     for name in ("train", "validation"):
-        (folder / f"{name}.jsonl").write_text(json.dumps({"question": "1 + 1?", "answer": "2"}) + "\n")
+        (folder / f"{name}.jsonl").write_text(json.dumps(dict.fromkeys(columns.values(), "text")) + "\n")
 
 
 def family_of(recipe: dict[str, Any]) -> str:
@@ -58,12 +58,10 @@ def family_of(recipe: dict[str, Any]) -> str:
 def load(file: Path, folder: Path) -> dict[str, Any]:
     """A shipped recipe, its paths replaced by those of the assets."""
     recipe: dict[str, Any] = yaml.safe_load(file.read_text())
-    write_assets(folder, family_of(recipe))
+    write_assets(folder, family_of(recipe), recipe["dataset"]["column_mapping"])
     recipe["model"]["pretrained_model_name_or_path"] = str(folder / "model")
     for section, name in (("dataset", "train"), ("validation_dataset", "validation")):
-        for key in ("path_or_dataset_id",):
-            if key in recipe[section]:
-                recipe[section][key] = str(folder / f"{name}.jsonl")
+        recipe[section]["path_or_dataset_id"] = str(folder / f"{name}.jsonl")
     recipe["checkpoint"]["checkpoint_dir"] = str(folder / "run")
     return recipe
 
