@@ -58,7 +58,7 @@ def whole_parameters(options: DMuonOptions) -> Iterator[None]:
     from nemo_automodel.components.distributed import model_parallelizer
     from nemo_automodel.components.distributed.parallelizer import ModelParallelizer
 
-    class Unsharded(ModelParallelizer):  # type: ignore[misc]
+    class Unsharded(ModelParallelizer):
         """Everything of the host's default but the sharding."""
 
         def _fully_shard_module(self, module: nn.Module, **kwargs: Any) -> nn.Module:

@@ -21,7 +21,7 @@ from dmuown.automodel.optimizer_options import DMuonOptions
 def extend(recipe_class: Any) -> Any:
     """Return a subclass of a recipe of the host; nothing changes where neither addition is configured."""
 
-    class Extended(recipe_class):  # type: ignore[misc]
+    class Extended(recipe_class):
         def setup(self) -> None:
             options = self.cfg.optimizer  # builds and checks the configuration, before any work
             self.dmuown_owned = isinstance(options, DMuonOptions)
@@ -30,7 +30,8 @@ def extend(recipe_class: Any) -> Any:
             if self.dmuown_owned:
                 from dmuown.automodel.ownership import clip_before_step
 
-                max_norm = float("inf") if self.max_grad_norm is None else self.max_grad_norm
+                given: float | None = self.cfg.get("clip_grad_norm.max_norm", None)
+                max_norm = 1.0 if given is None else float(given)  # the host's default
                 self.max_grad_norm = None
                 self.dmuown_norm = clip_before_step(self.optimizer[0], self.model_parts[0], max_norm)
             self.dmuown_health = self._dmuown_monitor()

@@ -32,6 +32,7 @@ from dmuown.engine.layout import local_tensor
 from dmuown.engine.optimizer import MuonEngine
 from dmuown.engine.plan import Bucket
 from dmuown.errors import OptionError
+from dmuown.orthogonalize.blocks import row_indices
 
 PREFIX = "dmuown/"
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -48,6 +49,8 @@ class HealthMonitor:
         every: Measure every n-th step.
         layers: Whether `collect` adds the metrics of each layer.
 
+    Collective to build, where there is a process group: ranks tell each other their parameters.
+
     Raises:
         OptionError: `every` below 1.
     """
@@ -57,13 +60,12 @@ class HealthMonitor:
             raise OptionError("every", f"must be at least 1, got {every}", "Measure every n-th step")
         self.every, self.layers = every, layers
         self._optimizers = [optimizer for optimizer in optimizers if isinstance(optimizer, MuonEngine)]
-        self._names = {id(optimizer): [record.name for record in optimizer.records] for optimizer in self._optimizers}
-        self._all_names = sorted({name for names in self._names.values() for name in names})
+        self._all_names = _everywhere({record.name for optimizer in self._optimizers for record in optimizer.records})
         self._steps = 0
         self._before: dict[Tensor, Tensor] = {}
         self._residuals: list[Tensor] = []
         self._values: dict[str, dict[str, Tensor]] = {}
-        self._orthogonalized = 0
+        self._orthogonalized = 0.0
         self._handles: list[Any] = []
         owner = weakref.ref(self)
         for optimizer in self._optimizers:
@@ -90,7 +92,7 @@ class HealthMonitor:
         if optimizer is self._optimizers[0]:
             self._residuals.clear()
             self._values.clear()
-            self._orthogonalized = 0
+            self._orthogonalized = 0.0
         optimizer.exchange_count.observe = self._observe
         for record in optimizer.records:
             gradient = record.param.grad
@@ -101,20 +103,24 @@ class HealthMonitor:
             self._before[record.param] = local_tensor(record.param).detach().clone()
 
     def _observe(self, bucket: Bucket, results: Tensor) -> None:
-        blocks = bucket.blocks or (slice(None),)
-        for block in blocks:
-            part = results[:, block].float()
+        parts = [results]
+        if len(bucket.blocks) > 1:
+            parts = [results[:, torch.tensor(list(row_indices(block)))] for block in bucket.blocks]
+        for part in parts:
+            part = part.float()
             if part.shape[-2] > part.shape[-1]:
                 part = part.mT
             side = part.shape[-2]
             difference = part @ part.mT - torch.eye(side, device=part.device)
             self._residuals.append(difference.flatten(1).norm(dim=1) / math.sqrt(max(1, side)))
+        # An exchange orthogonalizes every matrix once; without one, whoever has a copy does.
+        copies = _copies(bucket.params[0]) if bucket.layout.mesh is None else 1
+        self._orthogonalized += len(results) * len(parts) / copies
 
     @torch.no_grad()
     def _end(self, optimizer: MuonEngine) -> None:
         if self.measures_now:
             optimizer.exchange_count.observe = None
-            self._orthogonalized += optimizer.orthogonalized
             for record in optimizer.records:
                 before = self._before.pop(record.param, None)
                 if before is not None:
@@ -146,9 +152,9 @@ class HealthMonitor:
         """
         if not self._last_measured or not self._optimizers:
             return {}
-        sums, maxima, residual = self._reduced()
+        sums, maxima, residual, orthogonalized = self._reduced()
         ratios = _ratios(sums)
-        found: dict[str, float] = {"orthogonalized": float(self._orthogonalized)}
+        found: dict[str, float] = {"orthogonalized": orthogonalized}
         count = residual[1]
         if count:
             found["orthogonality_residual_mean"] = residual[0] / count
@@ -167,12 +173,13 @@ class HealthMonitor:
                     found[f"{layer}/{key}"] = value
         return {f"{PREFIX}{key}": value for key, value in found.items()}
 
-    def _reduced(self) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]], tuple[float, float, float]]:
-        device = local_tensor(self._optimizers[0].records[0].param).device
+    def _reduced(self) -> tuple[_Table, _Table, tuple[float, float, float], float]:
+        device = _device(self._optimizers)
         zero, least = torch.zeros((), device=device), torch.full((), -math.inf, device=device)
         residuals = torch.cat(self._residuals) if self._residuals else torch.zeros(0, device=device)
         sums = [self._values.get(name, {}).get(key, zero) for name in self._all_names for key in _SUMS]
-        sums += [residuals.sum(), torch.tensor(float(residuals.numel()), device=device)]
+        counted = torch.tensor([residuals.numel(), self._orthogonalized], dtype=torch.float64, device=device)
+        sums += [residuals.sum(), *counted]
         maxima = [self._values.get(name, {}).get(key, least) for name in self._all_names for key in _MAXIMA]
         maxima.append(residuals.max() if residuals.numel() else least)
         # In fp64: squares of norms of large matrices, and counts, lose nothing.
@@ -184,7 +191,26 @@ class HealthMonitor:
         flat_sums, flat_maxima = summed.tolist(), largest.tolist()
         by_sum = _nest(self._all_names, _SUMS, flat_sums)
         by_max = _nest(self._all_names, _MAXIMA, flat_maxima)
-        return by_sum, by_max, (flat_sums[-2], flat_sums[-1], flat_maxima[-1])
+        return by_sum, by_max, (flat_sums[-3], flat_sums[-2], flat_maxima[-1]), flat_sums[-1]
+
+
+_Table = dict[str, dict[str, float]]
+
+
+def _everywhere(names: set[str]) -> list[str]:
+    """Names of all ranks, sorted: under the ownership runtime each rank knows its own."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        found: list[set[str]] = [set() for _ in range(dist.get_world_size())]
+        dist.all_gather_object(found, names)
+        names = set().union(*found)
+    return sorted(names)
+
+
+def _device(optimizers: Iterable[MuonEngine]) -> torch.device:
+    for optimizer in optimizers:
+        for record in optimizer.records:
+            return local_tensor(record.param).device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _call(owner: weakref.ref[HealthMonitor], method: str, optimizer: Any) -> None:

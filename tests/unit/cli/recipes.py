@@ -163,11 +163,11 @@ CONFLICTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("packed_sequence.packing_strategy", {"packed_sequence": {"packed_sequence_size": 0, "packing_strategy": "neat"}}),
     ("optimizer.adamw_param_patterns", {"optimizer.adamw_param_patterns": ["x"], "optimizer.param_policy": {}}),
     (
-        "optimizer.param_policy.overrides.0.set.route",
+        "optimizer.param_policy.overrides[0].set.route",
         {"optimizer.param_policy": {"overrides": [{"name": "w", "set": {"route": "muno"}}]}},
     ),
     ("optimizer.param_policy.defualts", {"optimizer.param_policy": {"defualts": {}}}),
-    ("dataset.column_mapping.answer", {"dataset.column_mapping": {"question": "question", "answer": "reply"}}),
+    ("dataset.column_mapping.answer", {"dataset.column_mapping": {"answer": "reply"}}),
     ("freeze_config.unfreeze_modules[0].path", {"freeze_config.unfreeze_modules": [{"path": "model.layers.999"}]}),
     ("model.pretrained_model_name_or_path", {"model.pretrained_model_name_or_path": "./no/such/folder"}),
     ("dataset.path_or_dataset_id", {"dataset.path_or_dataset_id": "./no/such/file.jsonl"}),

@@ -10,7 +10,7 @@ from typing import Any
 
 from dmuown.automodel.checks.document import Document
 from dmuown.automodel.checks.problems import Report
-from dmuown.automodel.checks.rules import Rule, any_value, dtype, either, one_of, optional, switch, text
+from dmuown.automodel.checks.rules import Rule, any_value, dtype, either, mapping, one_of, optional, switch, text
 from dmuown.automodel.shapes import FAMILIES, find_model_config, model_parameters, read_model_config
 from dmuown.errors import OptionError
 from dmuown.policy.names import nearest
@@ -55,7 +55,7 @@ VALUES: Mapping[str, Rule] = {
     "variant": optional(text),
     "use_safetensors": optional(switch),
     "token": any_value,
-    "backend": any_value,
+    "backend": optional(mapping),
     "config": any_value,
     "device_map": any_value,
     "num_labels": any_value,

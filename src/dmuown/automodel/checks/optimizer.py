@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -114,8 +115,9 @@ def _aliases_of(name: str, aliases: Mapping[str, str]) -> list[str]:
 
 
 def _dotted(subject: str, key: str | None) -> str:
+    """The subject as a key of the file: elements of lists are `overrides[0]`."""
     if key is None or subject.startswith(key):
-        return subject
+        return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", subject)
     return key
 
 

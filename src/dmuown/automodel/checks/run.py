@@ -12,7 +12,7 @@ from typing import Any
 from dmuown.automodel.checks import data, model, optimizer, relations
 from dmuown.automodel.checks.document import Document, read_document, unset_variables
 from dmuown.automodel.checks.problems import Report
-from dmuown.automodel.checks.rules import Rule
+from dmuown.automodel.checks.rules import Rule, text
 from dmuown.automodel.checks.sections import (
     MOE,
     MP_POLICY,
@@ -166,8 +166,8 @@ def _recipes() -> frozenset[str]:
     found: set[str] = set()
     for file in folder.rglob("*.py"):
         if not file.name.startswith("_"):
-            text = file.read_text(encoding="utf-8")
-            found |= set(re.findall(r"^class\s+(\w*Recipe\w*)\s*[(:]", text, re.MULTILINE))
+            source = file.read_text(encoding="utf-8")
+            found |= set(re.findall(r"^class\s+(\w*Recipe\w*)\s*[(:]", source, re.MULTILINE))
     return frozenset(found - {"BaseRecipe"})
 
 
@@ -231,6 +231,8 @@ def _check_target(name: str, document: Document, report: Report) -> None:
 def _check_nested(name: str, section: Any, report: Report) -> None:
     if isinstance(section, Mapping) and "_target_" in section:
         found = _check_name(f"{name}._target_", section["_target_"], report)
+        if "attn" in section:
+            _apply(text, f"{name}.attn", section["attn"], report)
         if found is not None:
             _check_arguments(name, section, found, report, closed=not found.takes_any)
 
