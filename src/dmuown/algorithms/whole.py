@@ -29,6 +29,7 @@ from dmuown.orthogonalize import (
     orthogonalize_blocks,
     resolve_orthogonalizer,
 )
+from dmuown.orthogonalize.blocks import row_indices
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,8 @@ def _orthogonalizer(device: torch.device, ns_steps: int | None, strategy: str | 
 def _block_factors(blocks: Blocks, m: int, n: int, like: Tensor) -> Tensor:
     factors = like.new_empty(m, 1)
     for block in blocks:
-        factors[block] = lr_ratio(block.stop - block.start, n) / lr_ratio(m, n)
+        rows = row_indices(block)
+        factors[list(rows)] = lr_ratio(len(rows), n) / lr_ratio(m, n)
     return factors
 
 

@@ -41,6 +41,7 @@ MATRIX_OPTIONS: dict[str, Any] = {
     "coefficients": None,
     "backend": "auto",
     "split_sizes": None,
+    "split_groups": None,
     "interleaved": False,
     "num_heads": None,
     "batch_size": None,
@@ -268,7 +269,12 @@ def _validate(group: dict[str, Any], where: str) -> None:
         if group.get(key) not in (None, True, False):
             raise OptionError(f"{where}: {key}", f"must be True, False or None, got {group[key]!r}")
     _validate_storage(group, where)
-    for key in ("ns_steps", "batch_size", "num_heads"):
+    for key in ("split_groups", "interleaved"):
+        if group.get(key) and group.get("split_sizes") is None:
+            raise OptionError(f"{where}: {key}", "needs split_sizes beside it", "Give the rows of each block")
+    if group.get("split_groups") and group.get("interleaved"):
+        raise OptionError(f"{where}: split_groups", "excludes interleaved", "Set only one of them")
+    for key in ("ns_steps", "batch_size", "num_heads", "split_groups"):
         if group.get(key) is not None:
             _check_count(group[key], f"{where}: {key}")
     if group.get("split_sizes") is not None:

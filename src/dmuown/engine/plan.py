@@ -18,7 +18,7 @@ from torch import Tensor
 from dmuown.engine.groups import mesh_coordinates, mesh_group, warm_up
 from dmuown.engine.layout import MatrixLayout, Shards, local_tensor
 from dmuown.orthogonalize import Blocks, Orthogonalizer
-from dmuown.orthogonalize.blocks import block_rows
+from dmuown.orthogonalize.blocks import block_rows, row_indices
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def make_bucket(
     if len(blocks) > 1:
         of_row = torch.empty(layout.m, dtype=torch.int64)
         for index, rows in enumerate(blocks):
-            of_row[rows] = index
+            of_row[torch.tensor(row_indices(rows))] = index
         bucket.block_of_row = of_row[layout.own.rows].to(device)
     return bucket
 

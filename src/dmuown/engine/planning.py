@@ -246,7 +246,8 @@ def make_plan(
 
 def _hashable(key: tuple[object, ...]) -> tuple[object, ...]:
     group, layout, blocks, dtype, device = key
-    spans = tuple((block.start, block.stop, block.step) for block in blocks)  # type: ignore[attr-defined]
+    # Slices have no hash before Python 3.12.
+    spans = tuple(repr(block) for block in blocks)  # type: ignore[attr-defined]
     return (group, layout, spans, dtype, device)
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from dmuown.algorithms import Algorithm, MuonAlgorithm, get_algorithm
 from dmuown.engine.layout import MatrixLayout
 from dmuown.errors import LayoutError, OptionError, OptionTypeError, ParameterError
-from dmuown.orthogonalize import Blocks, blocks_from_heads, blocks_from_split_sizes, interleaved_blocks
+from dmuown.orthogonalize import Blocks, blocks_from_heads, grouped_blocks, interleaved_blocks
 from dmuown.ownership.away import AwayParameter
 from dmuown.state import BufferSpec
 from dmuown.state.spec import MASTER, MASTER_WEIGHT
@@ -98,6 +98,14 @@ def make_records(
         if isinstance(algorithm, MuonAlgorithm):
             record.layout = MatrixLayout(tensor, name, transposed=group["matrix_transposed"], flatten=group["flatten"])
             record.blocks = _blocks(record.layout, group, name)
+            if algorithm.updates_whole_tensors() and (
+                (group["num_heads"] or 1) > 1 or group["interleaved"] or group["split_groups"]
+            ):
+                raise OptionError(
+                    name,
+                    f"{algorithm.name} is in the whole-tensor form, which knows contiguous split_sizes only",
+                    "Leave out num_heads, interleaved and split_groups",
+                )
             if algorithm.updates_whole_tensors() and record.layout.flatten and record.layout.col_dims:
                 raise LayoutError(
                     name,
@@ -144,7 +152,7 @@ def _blocks(layout: MatrixLayout, group: Mapping[str, Any], name: str) -> Blocks
     try:
         if split_sizes is None:
             return blocks_from_heads(num_heads, layout.m)
-        blocks = blocks_from_split_sizes(split_sizes, layout.m)
+        blocks = grouped_blocks(split_sizes, group["split_groups"] or 1, layout.m)
         if group["interleaved"]:
             if len(set(split_sizes)) != 1:
                 raise OptionError("interleaved", f"needs blocks of equal size, got {tuple(split_sizes)}")

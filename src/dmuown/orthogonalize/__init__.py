@@ -8,8 +8,10 @@ from __future__ import annotations
 from dmuown.orthogonalize.backends import TORCH, Operations, available_backends, select_backend
 from dmuown.orthogonalize.blocks import (
     Blocks,
+    GroupedRows,
     blocks_from_heads,
     blocks_from_split_sizes,
+    grouped_blocks,
     interleaved_blocks,
     orthogonalize_blocks,
 )
@@ -25,11 +27,13 @@ __all__ = [
     "YOU",
     "Blocks",
     "CoefficientTable",
+    "GroupedRows",
     "Operations",
     "Orthogonalizer",
     "available_backends",
     "blocks_from_heads",
     "blocks_from_split_sizes",
+    "grouped_blocks",
     "interleaved_blocks",
     "orthogonalize_blocks",
     "resolve_compute_dtype",

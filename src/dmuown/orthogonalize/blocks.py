@@ -1,20 +1,34 @@
 """Row blocks of fused weights: each block of output rows is a logical matrix of its own.
 
 A fused q/k/v or gate/up weight [m, n] is one tensor for the GEMM and several matrices for the
-optimizer. A block is a `slice` of output rows with explicit start, stop and step; a step above 1
-means interleaved rows. The blocks of one weight are disjoint and cover all rows.
+optimizer. A block is a `slice` of output rows with explicit start, stop and step (a step above 1
+means interleaved rows), or `GroupedRows` where every head or query group holds its part of all
+blocks. The blocks of one weight are disjoint and cover all rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dmuown.errors import OptionError
 
-Blocks = tuple[slice, ...]
+
+@dataclass(frozen=True)
+class GroupedRows:
+    """`rows` consecutive rows from `start` on in each of `groups` groups of `period` rows."""
+
+    start: int
+    rows: int
+    period: int
+    groups: int
+
+
+Block = slice | GroupedRows
+Blocks = tuple[Block, ...]
 
 
 def _is_count(value: object) -> bool:
@@ -72,9 +86,64 @@ def interleaved_blocks(count: int, m: int) -> Blocks:
     return tuple(slice(index, m, count) for index in range(count))
 
 
-def block_rows(block: slice) -> int:
+def grouped_blocks(split_sizes: Sequence[int], groups: int, m: int) -> Blocks:
+    """Blocks of the given numbers of rows, spread evenly over groups that each hold their part of every block, in order.
+
+    GPT-NeoX's `query_key_value` is (heads x [q, k, v]): sizes (n, n, n) in as many groups as there are heads.
+
+    Args:
+        split_sizes: Rows of each block over all groups; multiples of `groups` that sum to `m`.
+        groups: Number of groups; 1 is `blocks_from_split_sizes`.
+        m: Output rows of the whole weight.
+
+    Raises:
+        OptionError: As `blocks_from_split_sizes`, or a size that `groups` does not divide.
+    """
+    blocks = blocks_from_split_sizes(split_sizes, m)
+    if not _is_count(groups):
+        raise OptionError("split_groups", f"must be an int of at least 1, got {groups!r}")
+    for size in split_sizes:
+        if size % groups:
+            raise OptionError("split_groups", f"must divide every block's rows, but {groups} does not divide {size}")
+    if groups == 1:
+        return blocks
+    starts = [sum(split_sizes[:index]) // groups for index in range(len(split_sizes))]
+    return tuple(
+        GroupedRows(start, size // groups, m // groups, groups) for start, size in zip(starts, split_sizes, strict=True)
+    )
+
+
+def block_rows(block: Block) -> int:
     """Number of rows of a block."""
-    return len(range(block.start, block.stop, block.step or 1))
+    return len(row_indices(block))
+
+
+def row_indices(block: Block) -> Sequence[int]:
+    """The rows of a block, ascending."""
+    if isinstance(block, GroupedRows):
+        return [
+            group * block.period + row
+            for group in range(block.groups)
+            for row in range(block.start, block.start + block.rows)
+        ]
+    return range(block.start, block.stop, block.step or 1)
+
+
+def _taken(x: Tensor, block: Block) -> Tensor:
+    """The rows of a block of x: [B, m, n]; a view for a slice."""
+    if isinstance(block, GroupedRows):
+        grouped = x.unflatten(1, (block.groups, block.period))
+        taken: Tensor = grouped[:, :, block.start : block.start + block.rows].flatten(1, 2)
+        return taken
+    return x[:, block]
+
+
+def _put(x: Tensor, block: Block, value: Tensor) -> None:
+    if isinstance(block, GroupedRows):
+        grouped = x.unflatten(1, (block.groups, block.period))
+        grouped[:, :, block.start : block.start + block.rows] = value.unflatten(1, (block.groups, block.rows))
+    else:
+        x[:, block] = value
 
 
 def check_blocks(blocks: Blocks, m: int) -> None:
@@ -83,7 +152,7 @@ def check_blocks(blocks: Blocks, m: int) -> None:
     Raises:
         OptionError: Otherwise.
     """
-    rows = sorted(row for block in blocks for row in range(block.start, block.stop, block.step or 1))
+    rows = sorted(row for block in blocks for row in row_indices(block))
     if rows != list(range(m)):
         raise OptionError("split_sizes", f"must cover each of the {m} output rows exactly once, got blocks {blocks!r}")
 
@@ -91,7 +160,7 @@ def check_blocks(blocks: Blocks, m: int) -> None:
 def _uniform(blocks: Blocks, m: int) -> bool:
     rows, rest = divmod(m, len(blocks))
     return rest == 0 and all(
-        (block.start, block.stop, block.step or 1) == (index * rows, (index + 1) * rows, 1)
+        isinstance(block, slice) and (block.start, block.stop, block.step or 1) == (index * rows, (index + 1) * rows, 1)
         for index, block in enumerate(blocks)
     )
 
@@ -122,18 +191,18 @@ def orthogonalize_blocks(x: Tensor, blocks: Blocks, orthogonalizer: Callable[[Te
     check_blocks(blocks, m)
     if x.dim() == 2:
         return orthogonalize_blocks(x.unsqueeze(0), blocks, orthogonalizer).squeeze(0)
-    by_rows: dict[int, list[slice]] = {}
+    by_rows: dict[int, list[Block]] = {}
     for block in blocks:
         by_rows.setdefault(block_rows(block), []).append(block)
     result: Tensor | None = None
     for rows, same in by_rows.items():
-        parts = [x[:, block] for block in same]
+        parts = [_taken(x, block) for block in same]
         # A lone block needs no gathering copy.
         done = orthogonalizer(parts[0] if len(parts) == 1 else torch.stack(parts, 1).view(-1, rows, n))
         if result is None:
             result = torch.empty(x.shape, dtype=done.dtype, device=x.device)
         pieces = done.reshape(x.size(0), len(same), rows, n).unbind(1)
         for block, piece in zip(same, pieces, strict=True):
-            result[:, block] = piece
+            _put(result, block, piece)
     assert result is not None
     return result
