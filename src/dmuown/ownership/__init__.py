@@ -12,7 +12,8 @@ its gradient and of its optimizer state.
     plan         which transfers there are, their bytes (pure; compared across ranks)
     record       one dedicated parameter: its home, its compute parameter, legal transitions
     away         a parameter that is elsewhere
-    transport    the collectives and their buffers
+    link         process group, streams, collectives in flight, counts
+    transport    the buffers of transfers
     runtime      when transfers happen
     hooks        how a model's passes, `state_dict`, `load_state_dict` and `to` reach the runtime
     group        the (replicate x) shard mesh as one process group

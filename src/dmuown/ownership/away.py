@@ -111,7 +111,8 @@ def _no_data(away: AwayParameter, use: str) -> OwnershipError:
         f"holds no data on this rank, for {use}: it is on {away.away_owner}",
         "Parameters are whole inside the forward and backward of their hook boundary, and under "
         "`with dmuown.gathered(model)`; a module that reads a parameter outside its boundary needs a "
-        "hook_boundary_predicate that matches a module around both",
+        "hook_boundary_predicate that matches a module around both, and fully_shard needs "
+        "ignored_params=dmuown.dedicated_parameters(model)",
     )
 
 

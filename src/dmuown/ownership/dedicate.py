@@ -20,11 +20,11 @@ from dmuown.ownership.away import make_away, released_tensor
 from dmuown.ownership.boundaries import Boundaries, find_boundaries
 from dmuown.ownership.group import OwnerGroup, owner_group
 from dmuown.ownership.hooks import Casts, attach_boundary, attach_root, attach_state
+from dmuown.ownership.link import Link
 from dmuown.ownership.plan import Entry, OwnershipPlan, build_plan, shard_rows
 from dmuown.ownership.record import Record, record_of
 from dmuown.ownership.registry import find_runtime, register
 from dmuown.ownership.runtime import OwnershipRuntime
-from dmuown.ownership.transport import Link
 from dmuown.policy.groups import model_roles
 from dmuown.policy.names import canonical_name
 from dmuown.policy.resolve import PolicyFn, Resolution, ResolvedRoute, RouteFn, resolve_routes
@@ -113,7 +113,7 @@ def dedicate_params(
         found.modules,
         Link(group.group, group.rank, group.ranks),
         prefetch=prefetch,
-        warnings=resolution.warnings,
+        warnings=resolution.warnings + _precision_warnings(records),
     )
     _attach(model, runtime, casts)
     register(model, runtime)
@@ -393,6 +393,16 @@ def _attach(model: nn.Module, runtime: OwnershipRuntime, casts: Sequence[Casts])
             holders.setdefault(id(module), (module, {}))[1][attribute] = record
     for module, attributes in holders.values():
         attach_state(module, attributes)
+
+
+def _precision_warnings(records: Mapping[str, Record]) -> list[str]:
+    narrow = [name for name, record in records.items() if record.route.optim_dtype not in (None, record.home_dtype)]
+    if not narrow:
+        return []
+    return [
+        f"{len(narrow)} parameters ({narrow[0]}, ...) have another optim_dtype than their master_dtype: optimizers "
+        "update in the dtype of what they step, unless they keep master weights"
+    ]
 
 
 def _listed(dtypes: set[torch.dtype]) -> str:

@@ -21,10 +21,11 @@ from torch import nn
 
 from dmuown.errors import OwnershipError
 from dmuown.ownership.boundaries import Boundary
+from dmuown.ownership.link import Link
 from dmuown.ownership.plan import OwnershipPlan
 from dmuown.ownership.record import GradState, Record, State
 from dmuown.ownership.schedule import Schedule, backward_schedule, forward_schedule
-from dmuown.ownership.transport import Buffer, Link
+from dmuown.ownership.transport import Buffer
 
 # Reductions under way before the oldest is waited for: enough to overlap, few enough to bound memory.
 _REDUCTIONS_IN_FLIGHT = 2

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dmuown.errors import OwnershipError
+from dmuown.ownership.link import Link, all_gather
 from dmuown.ownership.plan import shard_rows
 from dmuown.ownership.record import Record
 from dmuown.ownership.registry import find_runtime, runtime_of
 from dmuown.ownership.runtime import OwnershipRuntime
-from dmuown.ownership.transport import Link, all_gather
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The only code of the runtime that communicates: one buffer per transfer of the plan.
+"""The code of the runtime that communicates in passes: one buffer per transfer of the plan.
 
 Buffers keep their tensors and resize the storage under them: zero bytes between boundaries, and the
 same memory object whenever they are whole, so that what autograd saved in forward is valid again once
@@ -9,10 +9,7 @@ other tensors on the same storage, which leave the version counters that autogra
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,93 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dmuown.errors import OwnershipError
-from dmuown.ownership.plan import Member, Transfer, shard_rows
+from dmuown.ownership.link import InFlight, Link, all_gather, reduce_scatter
+from dmuown.ownership.plan import Member, Transfer
 from dmuown.ownership.record import GradState, Record, State, check_transition
-
-# torch 2.13 renamed these; the old names still work in 2.11 and warn in 2.13.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class Lane:
-    """A stream of its own on CUDA; on the CPU, nothing.
-
-    Work in the lane starts after what the caller's stream has been given so far.
-    """
-
-    def __init__(self) -> None:
-        self._stream: Any = None
-
-    @contextlib.contextmanager
-    def enter(self, device: torch.device) -> Iterator[None]:
-        """Run the body in the lane."""
-        if device.type != "cuda":
-            yield
-            return
-        if self._stream is None:
-            # Communication comes first where it competes with compute for the scheduler.
-            self._stream = torch.cuda.Stream(device, priority=-1)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def mark(self) -> Any:
-        """Return an event after the lane's work so far; None on the CPU."""
-        return self._stream.record_event() if self._stream is not None else None
-
-
-class Link:
-    """The process group, the lanes, and counts of what went over them.
-
-    Attributes:
-        group: The runtime's group; None for one rank.
-        rank: This rank within it.
-        ranks: Global ranks, by rank within it.
-        counts: By kind of collective, `[collectives, bytes]` so far.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, ranks: Sequence[int]) -> None:
-        self.group = group
-        self.rank = rank
-        self.ranks = tuple(ranks)
-        self.fetching = Lane()
-        self.reducing = Lane()
-        self.counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-
-    @property
-    def world_size(self) -> int:
-        """Ranks in the group."""
-        return len(self.ranks)
-
-    def count(self, kind: str, size: int) -> None:
-        """Note one collective of `size` bytes."""
-        entry = self.counts[kind]
-        entry[0] += 1
-        entry[1] += size
-
-
-@dataclass
-class InFlight:
-    """A collective under way.
-
-    Attributes:
-        work: What to wait for; None for one rank.
-        event: Mark in the lane after it; None on the CPU.
-        held: Tensors that it reads or writes: kept until it is waited for.
-    """
-
-    work: Any = None
-    event: Any = None
-    held: list[Tensor] = field(default_factory=list)
-
-    def wait(self) -> None:
-        """Make the caller wait for it: the host on the CPU, its stream on CUDA."""
-        work, self.work = self.work, None
-        event, self.event = self.event, None
-        if work is not None:
-            work.wait()
-        if event is not None:
-            torch.cuda.current_stream().wait_event(event)
 
 
 class Buffer:
@@ -452,6 +365,3 @@ def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
-
-
-__all__ = ["Buffer", "Lane", "Link", "shard_rows"]

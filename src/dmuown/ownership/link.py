@@ -1,0 +1,98 @@
+"""What transfers go over: the process group, streams on CUDA, collectives in flight, and counts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renamed these; the old names still work in 2.11 and warn in 2.13.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Lane:
+    """A stream of its own on CUDA; on the CPU, nothing.
+
+    Work in the lane starts after what the caller's stream has been given so far.
+    """
+
+    def __init__(self) -> None:
+        self._stream: Any = None
+
+    @contextlib.contextmanager
+    def enter(self, device: torch.device) -> Iterator[None]:
+        """Run the body in the lane."""
+        if device.type != "cuda":
+            yield
+            return
+        if self._stream is None:
+            # Communication comes first where it competes with compute for the scheduler.
+            self._stream = torch.cuda.Stream(device, priority=-1)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def mark(self) -> Any:
+        """Return an event after the lane's work so far; None on the CPU."""
+        return self._stream.record_event() if self._stream is not None else None
+
+
+class Link:
+    """The process group, the lanes, and counts of what went over them.
+
+    Attributes:
+        group: The runtime's group; None for one rank.
+        rank: This rank within it.
+        ranks: Global ranks, by rank within it.
+        counts: By kind of collective, `[collectives, bytes]` so far.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, ranks: Sequence[int]) -> None:
+        self.group = group
+        self.rank = rank
+        self.ranks = tuple(ranks)
+        self.fetching = Lane()
+        self.reducing = Lane()
+        self.counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the group."""
+        return len(self.ranks)
+
+    def count(self, kind: str, size: int) -> None:
+        """Note one collective of `size` bytes."""
+        entry = self.counts[kind]
+        entry[0] += 1
+        entry[1] += size
+
+
+@dataclass
+class InFlight:
+    """A collective under way.
+
+    Attributes:
+        work: What to wait for; None for one rank.
+        event: Mark in the lane after it; None on the CPU.
+        held: Tensors that it reads or writes: kept until it is waited for.
+    """
+
+    work: Any = None
+    event: Any = None
+    held: list[Tensor] = field(default_factory=list)
+
+    def wait(self) -> None:
+        """Make the caller wait for it: the host on the CPU, its stream on CUDA."""
+        work, self.work = self.work, None
+        event, self.event = self.event, None
+        if work is not None:
+            work.wait()
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
