@@ -230,3 +230,24 @@ def test_one_process_plans_no_traffic() -> None:
     assert summary.total.all_to_alls == summary.total.all_reduces == summary.agreements == 0
     assert summary.total.matrices == 2
     assert "muown.0 and 1 more" in str(summary)
+
+
+def in_fp32(x: Tensor, epsilon: float) -> Tensor:
+    """A custom orthogonalizer whose result has a wider dtype than was asked for."""
+    return x.float() / (x.float().norm(dim=(-2, -1), keepdim=True) + epsilon)
+
+
+def step_with_function(rank: int, world_size: int) -> list[Tensor]:
+    moved = []
+    for layout in (Layout((6, 4)), Layout((6, 4), (0, 1), ("S1",))):
+        run = Run(layout)
+        param = torch.nn.Parameter(layout.distribute(run.whole(0, 0)))
+        param.grad = layout.distribute(run.whole(1, 0))
+        dmuown.Muon([param], ns_dtype=torch.bfloat16, newton_schulz_func=in_fp32).step()
+        moved.append(param.to_local() if isinstance(param, DTensor) else param.chunk(2, 1)[rank])
+    return moved
+
+
+def test_a_function_of_another_dtype_gives_the_same_on_every_layout(ranks2: RankPool) -> None:
+    for whole, sharded in ranks2.run(step_with_function):
+        assert torch.equal(whole, sharded)

@@ -121,7 +121,8 @@ def _orthogonalize_whole(bucket: Bucket, whole: Tensor | None, count: ExchangeCo
     if whole is None:
         return torch.empty(0)
     count.matrices += len(whole) * max(1, len(bucket.blocks))
-    result = orthogonalize_blocks(whole, bucket.blocks, bucket.orthogonalizer)
+    # A custom function may return another dtype; updates travel in the orthogonalizer's, whatever the layout.
+    result = orthogonalize_blocks(whole, bucket.blocks, bucket.orthogonalizer).to(bucket.orthogonalizer.dtype)
     if count.observe is not None:
         count.observe(bucket, result)
     return result
