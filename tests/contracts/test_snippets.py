@@ -14,6 +14,7 @@ import pytest
 import typer.main
 import yaml
 
+from dmuown.automodel.checks.sections import HEALTH
 from dmuown.automodel.optimizer_options import OPTIONS_BY_CONFIG
 from dmuown.cli import app
 from dmuown.policy import ParamPolicy
@@ -55,6 +56,9 @@ def test_yaml_is_valid(block: Block) -> None:
             checked += 1
         elif set(section) <= {"defaults", "overrides"}:
             ParamPolicy.model_validate(section)
+            checked += 1
+        elif "dmuown" in section:
+            assert set(section["dmuown"]) <= set(HEALTH)
             checked += 1
     assert checked, "nothing of this package: mark the block `<!-- not run: ... -->`"
 
