@@ -37,3 +37,14 @@ def test_the_invariants_are_numbered_without_gaps() -> None:
     rows = re.findall(r"^\| (\d+) \|.*\|$", (ROOT / "docs/design/README.md").read_text(), re.MULTILINE)
     assert [int(row) for row in rows] == list(range(1, len(rows) + 1))
     assert len(rows) >= 10
+
+
+def test_the_tests_of_an_invariant_name_it() -> None:
+    rows = re.findall(r"^\| (\d+) \|.*\|([^|]*)\|$", (ROOT / "docs/design/README.md").read_text(), re.MULTILINE)
+    wrong = []
+    for number, cell in rows:
+        files = [file for file, _ in TEST.findall(cell)]
+        named = re.compile(rf"[Ii]nvariants? (\d+(, | and ))*{number}\b")
+        wrong += [f"{number}: names no test"] if not files else []
+        wrong += [f"{number}: {file}" for file in files if not named.search((ROOT / file).read_text())]
+    assert not wrong
