@@ -32,7 +32,7 @@ CONFIG = {
     "vocab_size": 50,
     "tie_word_embeddings": False,
 }
-OPTIONS = {"lr": 1e-3, "ns_dtype": "bfloat16", "ns_steps": 2}
+OPTIONS: dict[str, Any] = {"lr": 1e-3, "ns_dtype": "bfloat16", "ns_steps": 2}
 
 
 def _step(rank: int, world_size: int, algorithm: str, replicas: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from dmuown.errors import ParameterError
+from dmuown.policy.fused import split_param_groups
 from dmuown.policy.resolve import resolve_routes
 from dmuown.policy.roles import ParameterRole, Role, describe_parameters
 
@@ -58,6 +59,7 @@ class GroupingRules:
             at `scalar_lr`, whatever their role.
         overrides: The first whose pattern matches a name scales its rate and decay.
         policy: Routes that stand in for roles: `muon` goes to `algorithm`, the others to `scalar_algorithm`.
+        auto_split: Fused weights are cut into blocks by the model's config (`dmuown.policy.fused`).
     """
 
     algorithm: str
@@ -74,6 +76,7 @@ class GroupingRules:
     adamw_patterns: Sequence[str]
     overrides: Sequence[Override]
     policy: ParamPolicy | None = None
+    auto_split: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,10 @@ def build_param_groups(parts: Iterable[nn.Module], rules: GroupingRules) -> list
         ParameterError: A part has no trainable parameter.
     """
     used = _Used()
-    built = [group_parameters(describe_parameters(part), rules, owner=type(part).__name__, used=used) for part in parts]
+    built = []
+    for part in parts:
+        groups = group_parameters(describe_parameters(part), rules, owner=type(part).__name__, used=used)
+        built.append(split_param_groups(groups, part) if rules.auto_split else groups)
     for key, patterns, seen in (
         ("adamw_param_patterns", rules.adamw_patterns, used.adamw),
         ("param_group_overrides", [entry.pattern for entry in rules.overrides], used.overrides),

@@ -38,6 +38,7 @@ _GROUPING_FIELDS = frozenset(
         "param_group_overrides",
         "param_policy",
         "flatten",
+        "auto_split",
     }
 )
 
@@ -136,6 +137,7 @@ class MatrixOptions:
         use_triton: Triton kernels where they apply; an error without Triton.
         flatten: Orthogonalize dense convolutions, input and kernel axes flattened. Convolutions in
             groups stay with `scalar_opt`.
+        auto_split: Cut fused weights (q/k/v, gate/up) into their blocks, by the model's config.
         scalar_opt: "adamw" or "lion".
         scalar_betas, scalar_eps: Coefficients and epsilon of `scalar_opt`.
         scalar_lr: Rate of `scalar_opt`; None is `lr`.
@@ -172,6 +174,7 @@ class MatrixOptions:
     nesterov: bool = True
     use_triton: bool = False
     flatten: bool = False
+    auto_split: bool = False
     scalar_opt: str = "adamw"
     scalar_betas: tuple[float, float] = (0.9, 0.999)
     scalar_eps: float = 1e-8
@@ -210,6 +213,7 @@ class MatrixOptions:
         self.epsilon = options.positive("epsilon", self.epsilon)
         self.nesterov = options.switch("nesterov", self.nesterov)
         self.flatten = options.switch("flatten", self.flatten)
+        self.auto_split = options.switch("auto_split", self.auto_split)
         self.scalar_opt = options.choice("scalar_opt", self.scalar_opt, ("adamw", "lion"))
         self.scalar_betas = options.coefficients("scalar_betas", self.scalar_betas)
         self.scalar_eps = options.positive("scalar_eps", self.scalar_eps)
@@ -258,6 +262,7 @@ class MatrixOptions:
             adamw_patterns=self.adamw_param_patterns,
             overrides=self.param_group_overrides,
             policy=self.param_policy,
+            auto_split=self.auto_split,
         )
 
     def optimizer_options(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -10,7 +11,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dmuown.automodel import environment
 from dmuown.cli import app
 
 
@@ -33,9 +33,9 @@ def test_it_reports_what_is_installed() -> None:
 def test_what_cannot_work_is_broken_and_the_exit_code_says_so(
     monkeypatch: pytest.MonkeyPatch, distribution: str, version: str, part: str, ability: str
 ) -> None:
-    real = environment.importlib.metadata.version
+    real = importlib.metadata.version
     versions = {"nemo-automodel": "0.7.0", distribution: version}
-    monkeypatch.setattr(environment.importlib.metadata, "version", lambda name: versions.get(name) or real(name))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: versions.get(name) or real(name))
     shown = CliRunner().invoke(app, ["doctor", "--json"])
     told = json.loads(shown.stdout)
     assert shown.exit_code == 1

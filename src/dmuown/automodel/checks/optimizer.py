@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dmuown.automodel import options
@@ -180,6 +181,13 @@ def _check_torch_value(key: str, value: Any, parameter: inspect.Parameter | None
         report.raised(error)
 
 
-def quiet() -> None:
-    """Keep what constructing optimizers logs out of the report."""
-    logging.getLogger("dmuown").setLevel(logging.ERROR)
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep what building options and groups logs out of a report."""
+    logger = logging.getLogger("dmuown")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

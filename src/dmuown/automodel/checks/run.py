@@ -25,6 +25,7 @@ from dmuown.automodel.checks.sections import (
 )
 from dmuown.automodel.checks.targets import Target, describe, find_target, fits
 from dmuown.automodel.host import DISTRIBUTION, SUPPORTED, installed_version
+from dmuown.automodel.optimizer_options import DMuonOptions, MatrixOptions
 from dmuown.errors import OptionError
 from dmuown.policy.names import nearest
 
@@ -63,7 +64,6 @@ def check_config(
         report.error(error.subject, error.rule, error.remedy)
         return report
     report.lines = document.lines
-    optimizer.quiet()
     _check_host(report)
     _check_variables(document.config, "", report)
     _check_top(document, report)
@@ -77,18 +77,32 @@ def check_config(
             _check_target(name, document, report)
     for name in ("dataloader", "validation_dataloader"):
         _check_function(f"{name}.collate_fn", document, report)
-    options = optimizer.check_optimizer(document, report)
+    with optimizer.quiet():
+        options = optimizer.check_optimizer(document, report)
     _check_other_optimizer(document, report)
     data.check_data(document, report)
     parameters = model.check_model(document, report, model_config=model_config)
     if not report.has_error("freeze_config"):
         model.check_frozen(document, report, parameters)
+    _check_ownership(document, options, report)
     relations.check_relations(document, report, options, world_size=world_size)
     if deep and not report.errors:
         from dmuown.automodel.checks.deep import check_with_host
 
         check_with_host(document, report)
     return report
+
+
+def _check_ownership(document: Document, options: MatrixOptions | None, report: Report) -> None:
+    section = document.get("distributed")
+    if not isinstance(options, DMuonOptions) or not isinstance(section, Mapping):
+        return
+    from dmuown.automodel.ownership import check_sizes
+
+    try:
+        check_sizes(section)
+    except OptionError as error:
+        report.raised(error)
 
 
 def _check_host(report: Report) -> None:
