@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from harness import Report, ceilings, default_device, measure, measure_graph, peak_memory
@@ -50,29 +51,41 @@ def main() -> None:
     """Run and report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", help="JSON file")
-    parser.add_argument("--only", default="", help="substring of the names to run")
+    parser.add_argument("--only", default="", help="comma-separated substrings of the names to run")
+    parser.add_argument("--shapes", default="", help="comma-separated shapes, such as 8x4096x4096")
     arguments = parser.parse_args()
     device = default_device()
     shapes: tuple[Batch, ...] = ORTHOGONALIZATION if device.type == "cuda" else SMALL
     report = Report("orthogonalize", device, path=arguments.output)
+    wanted = [part for part in arguments.only.split(",") if part]
+    chosen = [part for part in arguments.shapes.split(",") if part]
     for shape in shapes:
+        if chosen and str(shape) not in chosen:
+            continue
         x = torch.randn(*shape, device=device)
         for name, (orthogonalizer, function) in candidates(device).items():
-            if arguments.only not in name:
+            if wanted and not any(part in name for part in wanted):
                 continue
             before = ceilings(device).matmul_tflops
-            eager = measure(lambda function=function, x=x: function(x), device, repeats=6, seconds=1.0)  # type: ignore[misc]
-            graph = measure_graph(lambda function=function, x=x: function(x), device, repeats=6)  # type: ignore[misc]
+            eager = measure(partial(function, x), device, repeats=6, seconds=1.0)
+            graph = measure_graph(partial(function, x), device, repeats=6)
             peak = (before + ceilings(device).matmul_tflops) / 2
-            floor = shape.count * gram_floor_flops(shape.rows, shape.columns) / peak / 1e9
+            floor = shape.matrices * gram_floor_flops(shape.rows, shape.columns) / peak / 1e9
             error = float("nan")
             if orthogonalizer is not None:
                 reference = exact(x[:1], orthogonalizer)
                 error = float((function(x[:1]).double() - reference).norm() / reference.norm())
             report.add(
-                shape=str(shape), name=name, eager=eager, graph=graph, floor_ms=floor, peak_tflops=peak,
-                ratio_eager=eager.median / floor, ratio_graph=graph.median / floor, error=error,
-                temporary_gib=peak_memory(lambda function=function, x=x: function(x), device),  # type: ignore[misc]
+                shape=str(shape),
+                name=name,
+                eager=eager,
+                graph=graph,
+                floor_ms=floor,
+                peak_tflops=peak,
+                ratio_eager=eager.median / floor,
+                ratio_graph=graph.median / floor,
+                error=error,
+                temporary_gib=peak_memory(partial(function, x), device),
             )
     report.write()
 

@@ -54,7 +54,10 @@ def main() -> None:
     layers = arguments.layers if device.type == "cuda" else 1
     report = Report("sharded", device, path=arguments.output, ranks=dist.get_world_size()) if rank == 0 else None
     kinds: dict[str, Any] = {
-        "torch AdamW": None, "dmuown Muown": dmuown.Muown, "dmuown Muon": dmuown.Muon, "dmuown NorMuon": dmuown.NorMuon,
+        "torch AdamW": None,
+        "dmuown Muown": dmuown.Muown,
+        "dmuown Muon": dmuown.Muon,
+        "dmuown NorMuon": dmuown.NorMuon,
     }
     for name, kind in kinds.items():
         matrices, vectors = parameters(device, layers)
@@ -71,8 +74,13 @@ def main() -> None:
             median, host, memory = slowest.tolist()
             sent = getattr(optimizer, "exchange_count", None)
             report.add(
-                name=name, step_ms=median, host_ms=host, temporary_gib=memory,
-                sent_mib_a_step=0.0 if sent is None else sent.bytes_sent / 2**20 / max(1, optimizer.param_groups[0]["step"]),
+                name=name,
+                step_ms=median,
+                host_ms=host,
+                temporary_gib=memory,
+                sent_mib_a_step=0.0
+                if sent is None
+                else sent.bytes_sent / 2**20 / max(1, optimizer.param_groups[0]["step"]),
             )
         del optimizer, matrices, vectors
     if report is not None:

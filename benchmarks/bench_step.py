@@ -117,7 +117,7 @@ def state_gib(optimizers: list[Optimizer]) -> float:
             for state in optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, Tensor))
 
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors()) / 2**30
+    return float(sum(tensor.numel() * tensor.element_size() for tensor in tensors())) / 2**30
 
 
 def error_against_float64(build: Builder, device: torch.device) -> float:
@@ -187,14 +187,20 @@ def main() -> None:
         except Exception as reason:  # a peer that does not run here is a row of its own, not the end of the run
             report.add(name=name, failed=f"{type(reason).__name__}: {reason}"[:200])
             continue
-        rates = Ceilings(
-            (before.matmul_tflops + after.matmul_tflops) / 2, (before.copy_tbps + after.copy_tbps) / 2
-        )
+        rates = Ceilings((before.matmul_tflops + after.matmul_tflops) / 2, (before.copy_tbps + after.copy_tbps) / 2)
         floor = floor_ms(matrices, rates)
         extra = {} if graph is None else {"graph": graph, "ratio_graph": graph.median / floor}
         report.add(
-            name=name, step=timing, floor_ms=floor, ratio=timing.median / floor, **extra, temporary_gib=memory,
-            state_gib=state_gib(optimizers), error=error, peak_tflops=rates.matmul_tflops, copy_tbps=rates.copy_tbps,
+            name=name,
+            step=timing,
+            floor_ms=floor,
+            ratio=timing.median / floor,
+            **extra,
+            temporary_gib=memory,
+            state_gib=state_gib(optimizers),
+            error=error,
+            peak_tflops=rates.matmul_tflops,
+            copy_tbps=rates.copy_tbps,
         )
         del optimizers, matrices, vectors
     report.write()

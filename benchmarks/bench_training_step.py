@@ -1,7 +1,8 @@
 """A whole training step of a 1B Llama on one device: what an optimizer adds to fused AdamW.
 
-Llama-1B widths, 16 layers, vocabulary 32,000; bf16 compute over fp32 parameters through FSDP2 of one rank; 8 micro-batches
-of 2 x 4096 tokens a step (65,536). On CPU a model of a hundredth of the width, two micro-batches of 2 x 64.
+Llama-1B widths, 16 layers, vocabulary 32,000; bf16 compute over fp32 parameters through FSDP2 of one
+rank; 8 micro-batches of 2 x 4096 tokens a step (65,536). On CPU a model of a hundredth of the width, two
+micro-batches of 2 x 64.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ def make_model(shape: Shape, device: torch.device) -> nn.Module:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mp_policy=policy)
-    return fully_shard(model, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return model
 
 
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -152,8 +154,8 @@ def main() -> None:
     device = default_device()
     shape = Shape() if device.type == "cuda" else SMALL
     if device.type == "cuda":
-        store = dist.FileStore(tempfile.mkstemp()[1], 1)
-        dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+        method = f"file://{tempfile.mkdtemp()}/store"
+        dist.init_process_group("nccl", init_method=method, rank=0, world_size=1)
     report = Report("training_step", device, path=arguments.output, shape=vars(shape))
     wanted = [part for part in arguments.only.split(",") if part]
     generator = torch.Generator(device=device).manual_seed(1)
@@ -189,8 +191,13 @@ def main() -> None:
         alone = measure(optimizer.step, device, warmup=1, repeats=5)
         base = base or timing.median
         report.add(
-            name=name, step=timing, optimizer=alone, over_adamw=timing.median / base - 1, temporary_gib=memory,
-            first_loss=float(losses[0]), last_loss=float(losses[-1]),
+            name=name,
+            step=timing,
+            optimizer=alone,
+            over_adamw=timing.median / base - 1,
+            temporary_gib=memory,
+            first_loss=float(losses[0]),
+            last_loss=float(losses[-1]),
         )
         if captured:
             optimizer.release()

@@ -117,7 +117,11 @@ def ceilings(device: torch.device, *, dtype: torch.dtype = torch.bfloat16) -> Ce
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions, card and commit."""
-    facts: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__, "command": " ".join(sys.argv)}
+    facts: dict[str, Any] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "command": " ".join(sys.argv),
+    }
     try:
         import triton
 

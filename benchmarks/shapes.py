@@ -21,12 +21,12 @@ NORM_VECTORS_PER_LAYER = 2
 class Batch(NamedTuple):
     """A batch of equal matrices."""
 
-    count: int
+    matrices: int
     rows: int
     columns: int
 
     def __str__(self) -> str:
-        return f"{self.count}x{self.rows}x{self.columns}"
+        return f"{self.matrices}x{self.rows}x{self.columns}"
 
 
 ORTHOGONALIZATION = (
@@ -51,7 +51,9 @@ def gram_floor_flops(rows: int, columns: int, steps: int = 5, restarts: int = 1)
     if m == n:
         return float(steps * (3 * m * m * n + m**3))
     starts = restarts + 1
-    symmetric = steps + 3 * (steps - starts)  # Z every step; Q and two products for R in all but the first and last of a run
+    symmetric = steps + 3 * (
+        steps - starts
+    )  # Z every step; Q and two products for R in all but the first and last of a run
     return float(starts * 3 * m * m * n + symmetric * m**3)
 
 

@@ -15,7 +15,16 @@ from dmuown.orthogonalize import Orthogonalizer
 
 pytestmark = pytest.mark.gpu
 
-SIZES = [(3, 1024, 1536), (2, 200, 328), (1, 576, 1000), (5, 8, 24), (40, 384, 64), (7, 640, 2048), (2, 33, 17), (1, 2048, 512)]
+SIZES = [
+    (3, 1024, 1536),
+    (2, 200, 328),
+    (1, 576, 1000),
+    (5, 8, 24),
+    (40, 384, 64),
+    (7, 640, 2048),
+    (2, 33, 17),
+    (1, 2048, 512),
+]
 TOLERANCE = {torch.float16: 6e-4, torch.bfloat16: 5e-3, torch.float32: 2e-6}
 
 
@@ -47,7 +56,9 @@ def operands(kind: str, size: tuple[int, int, int], dtype: torch.dtype) -> tuple
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("kind", ["gram", "gram_transposed", "polynomial", "product", "add", "product_transposed", "add_transposed"])
+@pytest.mark.parametrize(
+    "kind", ["gram", "gram_transposed", "polynomial", "product", "add", "product_transposed", "add_transposed"]
+)
 def test_products(kind: str, dtype: torch.dtype) -> None:
     from dmuown.kernels.products import multiply
 
@@ -127,7 +138,9 @@ def options_of(kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("kind", ["Muown", "Muon", "NorMuon", "NorMuown", "AngularMuown"])
-def test_fused_and_captured_steps_equal_the_phases(kind: str, transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_and_captured_steps_equal_the_phases(
+    kind: str, transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = options_of(kind)
     own = train(kind, transposed, **options)
     again = train(kind, transposed, **options)
@@ -137,7 +150,8 @@ def test_fused_and_captured_steps_equal_the_phases(kind: str, transposed: bool, 
         phases = train(kind, transposed, **options)
     for value, repeat, replayed, reference in zip(own, again, captured, phases, strict=True):
         assert torch.equal(value, repeat)
-        assert error(replayed, value) < 1e-5
+        # Live learning rates and bias corrections are fp32, which moves some directions by a bf16 rounding.
+        assert error(replayed, value) < 2e-4
         # The two round momentum to bf16 from values that differ in their last fp32 bits.
         assert error(value, reference) < 2e-3
 

@@ -84,7 +84,7 @@ class CapturedStep:
             if self._graph is None:
                 self._record()
             self._replay()
-        self.optimizer._opt_called = True  # what torch's schedulers look at
+        self.optimizer.__dict__["_opt_called"] = True  # what torch's schedulers look at
         return loss
 
     def zero_grad(self) -> None:
@@ -196,7 +196,8 @@ def capture(optimizer: torch.optim.Optimizer) -> CapturedStep:
     for record in optimizer.records:
         if isinstance(record.param, DTensor) and record.param.device_mesh.size() > 1:
             raise LayoutError(
-                record.name, "is sharded: ranks agree on their gradients through the host in every step",
+                record.name,
+                "is sharded: ranks agree on their gradients through the host in every step",
                 "Step the optimizer itself",
             )
         devices.add(local_tensor(record.param).device)
@@ -212,7 +213,8 @@ def _check_group(group: Mapping[str, Any], where: str) -> None:
         raise OptionError(f"{where}: offload_state", "moves state through the host in every step", "Turn it off")
     if group["algorithm"] == "angular_muown" and group["decay_degree"] != 0:
         raise OptionError(
-            f"{where}: decay_degree", "makes the angular rate follow the step count on the host",
+            f"{where}: decay_degree",
+            "makes the angular rate follow the step count on the host",
             "Set decay_degree=0 and use a scheduler",
         )
     for key in ("lr", "weight_decay"):
@@ -224,7 +226,8 @@ def _require_gradients(optimizer: MuonEngine) -> None:
     for record in optimizer.records:
         if record.param.grad is None:
             raise GradientError(
-                record.name, "has no gradient, and a captured step updates every parameter",
+                record.name,
+                "has no gradient, and a captured step updates every parameter",
                 "Freeze it out of the optimizer, or step the optimizer itself",
             )
 

@@ -12,11 +12,13 @@ bases and strides, reads zeros beyond the edges and writes nothing there, so any
 third axis of its descriptors: no load of one matrix ever touches another.
 """
 
+# Compiled from its own text by Gluon, which has no enumerate, unpacking or unused names.
+# ruff: noqa: B007, RUF005, SIM113
+
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -24,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Whether the next kernel may start before this one has finished (its producer waits before it reads).
 PDL = gl.constexpr(True)
@@ -32,6 +35,7 @@ PDL = gl.constexpr(True)
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 
+# fmt: off
 @gluon.jit
 def _tile_of(
     tile, batches, tiles_m, tiles_n, tiles_per_matrix, SYMMETRIC: gl.constexpr, RATIO: gl.constexpr, GROUP: gl.constexpr
@@ -328,7 +332,8 @@ def product_kernel(
                 (_produce, (
                     a_desc, b_desc, c_desc, a_bufs, b_bufs, out_bufs, mirror_bufs, full, empty, c_full, c_free,
                     batches, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles,
-                    A_K_MAJOR, B_K_MAJOR, HAS_C, SYMMETRIC, RATIO, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CONSUMERS, SWIZZLED,
+                    A_K_MAJOR, B_K_MAJOR, HAS_C, SYMMETRIC, RATIO, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
+                    STAGES, CONSUMERS, SWIZZLED,
                 )),
             ],
             [1],
@@ -352,7 +357,8 @@ def product_kernel(
                 (_produce, (
                     a_desc, b_desc, c_desc, a_bufs, b_bufs, out_bufs, mirror_bufs, full, empty, c_full, c_free,
                     batches, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles,
-                    A_K_MAJOR, B_K_MAJOR, HAS_C, SYMMETRIC, RATIO, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CONSUMERS, SWIZZLED,
+                    A_K_MAJOR, B_K_MAJOR, HAS_C, SYMMETRIC, RATIO, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
+                    STAGES, CONSUMERS, SWIZZLED,
                 )),
             ],
             [WARPS, 1],

@@ -50,7 +50,13 @@ class _Base:
 
 
 def multiply(
-    a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, symmetric: bool, out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None,
+    alpha: float,
+    beta: float,
+    symmetric: bool,
+    out: Tensor,
     shape: table.CopyShape | None = None,
 ) -> bool:
     """As `products.multiply` on Hopper; False, with nothing done, where the operands cannot be addressed."""
@@ -60,8 +66,14 @@ def multiply(
     if b.dtype != a.dtype or out.dtype != a.dtype or (c is not None and c.dtype != a.dtype):
         return False
     plan = _plan(
-        (*a.shape, b.shape[2]), a.stride(), b.stride(), None if c is None else c.stride(), out.stride(), symmetric,
-        a.device, shape,
+        (*a.shape, b.shape[2]),
+        a.stride(),
+        b.stride(),
+        None if c is None else c.stride(),
+        out.stride(),
+        symmetric,
+        a.device,
+        shape,
     )
     if plan is None:
         return False
@@ -78,7 +90,9 @@ def multiply(
             out_desc if c is None or plan.c is None else _describe(c.data_ptr(), dtype, *plan.c),
             out_desc,
             _describe(out.data_ptr(), dtype, *plan.mirror),
-            float(alpha), float(beta), *plan.sizes,
+            float(alpha),
+            float(beta),
+            *plan.sizes,
         ),
         plan.constants,
         a.device,
@@ -90,8 +104,14 @@ def multiply(
 
 @lru_cache(maxsize=4096)
 def _plan(
-    sizes: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], c: tuple[int, ...] | None, out: tuple[int, ...],
-    symmetric: bool, device: torch.device, shape: table.CopyShape | None,
+    sizes: tuple[int, ...],
+    a: tuple[int, ...],
+    b: tuple[int, ...],
+    c: tuple[int, ...] | None,
+    out: tuple[int, ...],
+    symmetric: bool,
+    device: torch.device,
+    shape: table.CopyShape | None,
 ) -> _Plan | None:
     """The plan for [B, m, k] @ [B, k, n] with these strides, or None where an operand cannot be addressed."""
     batch, m, k, n = sizes
@@ -120,16 +140,29 @@ def _plan(
     out_box = (((batch, m, n), out), (1, BLOCK_M, half))
     return _Plan(
         swapped=swapped,
-        a=(((batch, m, k), a), (1, BLOCK_M, block_k)) if a_k_major else (((batch, k, m), _turn(a)), (1, block_k, BLOCK_M)),
-        b=(((batch, n, k), _turn(b)), (1, block_n, block_k)) if b_k_major else (((batch, k, n), b), (1, block_k, block_n)),
+        a=(((batch, m, k), a), (1, BLOCK_M, block_k))
+        if a_k_major
+        else (((batch, k, m), _turn(a)), (1, block_k, BLOCK_M)),
+        b=(((batch, n, k), _turn(b)), (1, block_n, block_k))
+        if b_k_major
+        else (((batch, k, n), b), (1, block_k, block_n)),
         out=out_box,
         mirror=(((batch, m, n), out), (1, half, BLOCK_M)) if symmetric else out_box,
         c=None if c is None else (((batch, m, n), c), (1, BLOCK_M, half)),
         grid=(min(_multiprocessors(device), tiles), 1, 1),
         sizes=(batch, tiles, tiles_m, tiles_n, tiles_per_matrix, triton.cdiv(k, block_k), n),
         constants=(
-            a_k_major, b_k_major, c is not None, symmetric, shape.group, BLOCK_M, block_n, block_k, shape.stages,
-            shape.consumers, shape.warps,
+            a_k_major,
+            b_k_major,
+            c is not None,
+            symmetric,
+            shape.group,
+            BLOCK_M,
+            block_n,
+            block_k,
+            shape.stages,
+            shape.consumers,
+            shape.warps,
         ),
         options={"num_warps": shape.warps, "launch_pdl": hopper.PDL.value},
     )

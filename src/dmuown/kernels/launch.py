@@ -19,8 +19,14 @@ _compiled: dict[Hashable, Any] = {}
 
 
 def launch(
-    kernel: Any, grid: tuple[int, int, int], arguments: Sequence[Any], constants: tuple[Any, ...], device: torch.device,
-    *, key: Hashable = None, **options: int,
+    kernel: Any,
+    grid: tuple[int, int, int],
+    arguments: Sequence[Any],
+    constants: tuple[Any, ...],
+    device: torch.device,
+    *,
+    key: Hashable = None,
+    **options: int,
 ) -> None:
     """Run `kernel` on the current stream of `device`.
 

@@ -3,6 +3,8 @@
 Bytes per element: the input twice (once for the norm, once to scale), the result once.
 """
 
+# ruff: noqa: SIM108
+
 from __future__ import annotations
 
 import torch
@@ -34,8 +36,19 @@ def _partial_kernel(x_ptr, partial_ptr, size, batch_stride, per_part, parts, BLO
 
 @triton.jit(do_not_specialize=["per_part", "parts"])
 def _scale_kernel(
-    x_ptr, partial_ptr, out_ptr, size, batch_stride, out_batch, per_part, parts, factor, epsilon,
-    CLAMP: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    x_ptr,
+    partial_ptr,
+    out_ptr,
+    size,
+    batch_stride,
+    out_batch,
+    per_part,
+    parts,
+    factor,
+    epsilon,
+    CLAMP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """x / scale for one part of one matrix; every part adds up the same partial sums in the same order."""
     part = tl.program_id(0)

@@ -6,12 +6,16 @@ The portable kernel. It is the one that runs under Triton's interpreter, on card
 for fp32, and for what the copy engine cannot address (`hopper`).
 """
 
+# Compiled from its own text by Triton.
+# ruff: noqa: SIM102
+
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
 
+# fmt: off
 @triton.jit(do_not_specialize=["tiles_m", "tiles_n", "tiles_per_matrix"])
 def product_kernel(
     a_ptr, b_ptr, c_ptr, out_ptr, alpha, beta, m, n, k, tiles_m, tiles_n, tiles_per_matrix,

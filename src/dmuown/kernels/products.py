@@ -19,8 +19,14 @@ _INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 def multiply(
-    a: Tensor, b: Tensor, *, c: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0,
-    symmetric: bool = False, out: Tensor | None = None,
+    a: Tensor,
+    b: Tensor,
+    *,
+    c: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    symmetric: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """out[i] = alpha * a[i] @ b[i] + beta * c[i].
 
@@ -79,11 +85,26 @@ def _by_pointers(
         count = min(per_launch, batch - first)
         operands: list[Any] = [x[first : first + count] for x in (a, b, third, out)]
         pointer_products.product_kernel[(count * tiles,)](
-            *operands, alpha, beta, m, n, k, tiles_m, tiles_n, tiles,
+            *operands,
+            alpha,
+            beta,
+            m,
+            n,
+            k,
+            tiles_m,
+            tiles_n,
+            tiles,
             *(stride for x in operands for stride in x.stride()),
-            HAS_C=c is not None, SYMMETRIC=symmetric, WIDE_OFFSETS=wide, UPCAST=_INTERPRETED, GROUP=8,
-            BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, BLOCK_K=shape.block_k,
-            num_warps=shape.warps, num_stages=shape.stages,
+            HAS_C=c is not None,
+            SYMMETRIC=symmetric,
+            WIDE_OFFSETS=wide,
+            UPCAST=_INTERPRETED,
+            GROUP=8,
+            BLOCK_M=shape.block_m,
+            BLOCK_N=shape.block_n,
+            BLOCK_K=shape.block_k,
+            num_warps=shape.warps,
+            num_stages=shape.stages,
         )
 
 

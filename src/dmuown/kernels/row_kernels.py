@@ -1,9 +1,12 @@
 """The row kernels themselves; `rows` is their host side and says what they compute and what they move.
 
 Every operand is a list of equally shaped, equally strided [batch, m, n] tensors given by a table of addresses,
-`table[operand, tensor]`. A program takes ROWS rows of one tensor. Where a row fits into registers (COLS >= n) it is read
-once; else the kernel walks it in chunks of COLS, once to reduce and once to write.
+`table[operand, tensor]`. A program takes ROWS rows of one tensor. Where a row fits into registers (COLS >= n) it is
+read once; else the kernel walks it in chunks of COLS, once to reduce and once to write.
 """
+
+# Compiled from its own text by Triton.
+# ruff: noqa: SIM108
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import triton
 import triton.language as tl
 
 
+# fmt: off
 @triton.jit
 def _address(table, operand, tensors, tensor, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """Address of one tensor of an operand."""
@@ -146,8 +150,8 @@ def _moved(weight, update, scale, length, KIND: tl.constexpr, CAUTIOUS: tl.const
 
 @triton.jit(do_not_specialize=["tensors", "programs"])
 def after_kernel(
-    table, update_ptr, dg_ptr, multiplier_ptr, tensors, programs, m, n, total_rows, lr, weight_decay, scale, floor, epsilon,
-    beta1, beta2, corrected1, corrected2,
+    table, update_ptr, dg_ptr, multiplier_ptr, tensors, programs, m, n, total_rows, lr, weight_decay, scale, floor,
+    epsilon, beta1, beta2, corrected1, corrected2,
     w_batch, w_row, w_col, s_batch, s_row, u_batch, u_row, u_col,
     KIND: tl.constexpr, DECAY: tl.constexpr, CAUTIOUS: tl.constexpr, MULTIPLIED: tl.constexpr,
     LIVE_LR: tl.constexpr, LIVE_DECAY: tl.constexpr, LIVE_STEP: tl.constexpr,

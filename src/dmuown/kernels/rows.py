@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -46,9 +45,18 @@ class _Tile:
 
 
 def before(
-    kind: str, gradients: Sequence[Tensor], momenta: Sequence[Tensor], directions: Tensor, *,
-    weights: Sequence[Tensor] | None = None, magnitudes: Sequence[Tensor] | None = None,
-    norms: Sequence[Tensor] | None = None, mu: float, nesterov: bool, ema: bool = False, floor: float = 0.0,
+    kind: str,
+    gradients: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    directions: Tensor,
+    *,
+    weights: Sequence[Tensor] | None = None,
+    magnitudes: Sequence[Tensor] | None = None,
+    norms: Sequence[Tensor] | None = None,
+    mu: float,
+    nesterov: bool,
+    ema: bool = False,
+    floor: float = 0.0,
 ) -> Tensor | None:
     """Update momenta in place and write directions; for `muown` and `angular` also guard the row state.
 
@@ -81,12 +89,33 @@ def before(
     programs = triton.cdiv(batch * m, tile.rows)
     state = magnitudes[0].stride()[:2] if split else (0, 0)
     arguments = (
-        table, dg, directions, count, programs, m, n, batch * m, float(mu), float(floor),
-        *weights[0].stride(), *first.stride(), *momenta[0].stride(), *state, *directions.stride(),
+        table,
+        dg,
+        directions,
+        count,
+        programs,
+        m,
+        n,
+        batch * m,
+        float(mu),
+        float(floor),
+        *weights[0].stride(),
+        *first.stride(),
+        *momenta[0].stride(),
+        *state,
+        *directions.stride(),
     )
     constants = (
-        KINDS[kind], ema, nesterov, _TYPES[weights[0].dtype], _TYPES[first.dtype], _TYPES[momenta[0].dtype],
-        aligned, tile.rows, tile.cols, tile.whole,
+        KINDS[kind],
+        ema,
+        nesterov,
+        _TYPES[weights[0].dtype],
+        _TYPES[first.dtype],
+        _TYPES[momenta[0].dtype],
+        aligned,
+        tile.rows,
+        tile.cols,
+        tile.whole,
     )
     launch(
         row_kernels.before_kernel, (count * programs, 1, 1), arguments, constants, first.device, num_warps=tile.warps
@@ -95,12 +124,24 @@ def before(
 
 
 def after(
-    kind: str, weights: Sequence[Tensor], updates: Tensor, *, lr: float | Tensor,
-    weight_decay: float | Tensor, scale: float, multipliers: Tensor | None = None, cautious: bool = False,
-    magnitudes: Sequence[Tensor] | None = None, norms: Sequence[Tensor] | None = None,
-    first_moments: Sequence[Tensor] | None = None, second_moments: Sequence[Tensor] | None = None,
-    dg: Tensor | None = None, steps: Sequence[Tensor] | None = None, betas: tuple[float, float] = (0.0, 0.0),
-    floor: float = 0.0, epsilon: float = 0.0,
+    kind: str,
+    weights: Sequence[Tensor],
+    updates: Tensor,
+    *,
+    lr: float | Tensor,
+    weight_decay: float | Tensor,
+    scale: float,
+    multipliers: Tensor | None = None,
+    cautious: bool = False,
+    magnitudes: Sequence[Tensor] | None = None,
+    norms: Sequence[Tensor] | None = None,
+    first_moments: Sequence[Tensor] | None = None,
+    second_moments: Sequence[Tensor] | None = None,
+    dg: Tensor | None = None,
+    steps: Sequence[Tensor] | None = None,
+    betas: tuple[float, float] = (0.0, 0.0),
+    floor: float = 0.0,
+    epsilon: float = 0.0,
 ) -> None:
     """Step weights and row state in place.
 
@@ -141,20 +182,42 @@ def after(
     decays = isinstance(weight_decay, Tensor) or weight_decay != 0
     dummy = first if dg is None else dg
     arguments = (
-        table, updates, dummy, dummy if multipliers is None else multipliers, count, programs, m, n, batch * m,
+        table,
+        updates,
+        dummy,
+        dummy if multipliers is None else multipliers,
+        count,
+        programs,
+        m,
+        n,
+        batch * m,
         lr if isinstance(lr, Tensor) else float(lr),
         weight_decay if isinstance(weight_decay, Tensor) else float(weight_decay),
-        float(scale), float(floor), float(epsilon), float(betas[0]), float(betas[1]), *corrected,
-        *first.stride(), *state, *updates.stride(),
+        float(scale),
+        float(floor),
+        float(epsilon),
+        float(betas[0]),
+        float(betas[1]),
+        *corrected,
+        *first.stride(),
+        *state,
+        *updates.stride(),
     )
     constants = (
-        KINDS[kind], decays, cautious, multipliers is not None,
-        isinstance(lr, Tensor), isinstance(weight_decay, Tensor), live_step,
-        _TYPES[first.dtype], aligned, tile.rows, tile.cols, tile.whole,
+        KINDS[kind],
+        decays,
+        cautious,
+        multipliers is not None,
+        isinstance(lr, Tensor),
+        isinstance(weight_decay, Tensor),
+        live_step,
+        _TYPES[first.dtype],
+        aligned,
+        tile.rows,
+        tile.cols,
+        tile.whole,
     )
-    launch(
-        row_kernels.after_kernel, (count * programs, 1, 1), arguments, constants, first.device, num_warps=tile.warps
-    )
+    launch(row_kernels.after_kernel, (count * programs, 1, 1), arguments, constants, first.device, num_warps=tile.warps)
 
 
 def neuron(updates: Tensor, variances: Sequence[Tensor], *, beta2: float, epsilon: float) -> Tensor:
@@ -176,7 +239,16 @@ def neuron(updates: Tensor, variances: Sequence[Tensor], *, beta2: float, epsilo
     multipliers = torch.empty((count, batch, m, 1), dtype=torch.float32, device=updates.device)
     table, _ = _table([variances], wide=0)
     arguments = (
-        table, squares, multipliers, count, m, n, batch, float(beta2), float(epsilon), *variances[0].stride()[:2],
+        table,
+        squares,
+        multipliers,
+        count,
+        m,
+        n,
+        batch,
+        float(beta2),
+        float(epsilon),
+        *variances[0].stride()[:2],
     )
     launch(row_kernels.neuron_kernel, (count * batch, 1, 1), arguments, (1024,), updates.device, num_warps=4)
     return multipliers

@@ -54,11 +54,14 @@ def operations() -> TritonOperations:
     if triton.knobs.runtime.interpret:
         return TritonOperations()
     if not torch.cuda.is_available():
-        raise MissingDependencyError("backend='triton'", "needs a CUDA device, and torch sees none", "Use backend='torch'")
+        raise MissingDependencyError(
+            "backend='triton'", "needs a CUDA device, and torch sees none", "Use backend='torch'"
+        )
     capability = torch.cuda.get_device_capability()
     if capability < (8, 0):
         raise MissingDependencyError(
-            "backend='triton'", f"needs compute capability 8.0 or newer, got {capability[0]}.{capability[1]}",
+            "backend='triton'",
+            f"needs compute capability 8.0 or newer, got {capability[0]}.{capability[1]}",
             "Use backend='torch'",
         )
     return TritonOperations()

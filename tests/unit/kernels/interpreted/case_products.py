@@ -92,6 +92,9 @@ def test_normalize(layout: str, kind: str, clamp: bool) -> None:
 
 
 def test_normalize_leaves_gaps_to_torch() -> None:
-    assert normalize.normalize(
-        laid_out(matrices("random", 2, 5, 6), "gaps"), torch.float32, factor=1.0, epsilon=1e-7, clamp=False
-    ) is None
+    assert (
+        normalize.normalize(
+            laid_out(matrices("random", 2, 5, 6), "gaps"), torch.float32, factor=1.0, epsilon=1e-7, clamp=False
+        )
+        is None
+    )

@@ -31,9 +31,14 @@ def finish(work: Generator[None, None, Any]) -> Any:
 
 
 def make(
-    name: str, shape: Shape, transposed: bool = False, dtype: torch.dtype = torch.float32, scale: float = 1.0, **options: Any
+    name: str,
+    shape: Shape,
+    transposed: bool = False,
+    dtype: torch.dtype = torch.float32,
+    scale: float = 1.0,
+    **options: Any,
 ) -> tuple[MuonAlgorithm, MatrixBatch]:
-    """A bucket of three parameters, with a row of zeros that stays and one that is born; the same for equal arguments."""
+    """A bucket of three parameters, equal for equal arguments; a row of zeros stays, another is born."""
     depth, m, n = shape
     generator = torch.Generator().manual_seed(5)
 
@@ -47,8 +52,15 @@ def make(
     algorithm = get_algorithm(name)
     assert isinstance(algorithm, MuonAlgorithm)
     complete = {
-        "lr": 0.02, "weight_decay": 0.0, "mu": 0.95, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "step": 3,
-        **algorithm.all_options(), **options,
+        "lr": 0.02,
+        "weight_decay": 0.0,
+        "mu": 0.95,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "epsilon": 1e-8,
+        "step": 3,
+        **algorithm.all_options(),
+        **options,
     }
     weights, gradients, momenta = ([matrix() for _ in range(3)] for _ in range(3))
     state: dict[str, list[Tensor]] = {"momentum": momenta}
@@ -59,7 +71,12 @@ def make(
         state["step"] = [torch.tensor(2.0) for _ in range(3)]
         state["magnitude"][1] *= -1
         for row in (1, 2):
-            for values in (weights[0], momenta[0], state["magnitude"][0], state.get("direction_norm", state["magnitude"])[0]):
+            for values in (
+                weights[0],
+                momenta[0],
+                state["magnitude"][0],
+                state.get("direction_norm", state["magnitude"])[0],
+            ):
                 values[0, row] = 0
         gradients[0][0, 1] = 0
     return algorithm, MatrixBatch([f"p{i}" for i in range(3)], weights, gradients, state, complete, m, n)
