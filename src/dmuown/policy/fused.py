@@ -270,7 +270,7 @@ def _gate_up(rows: int, sizes: _Sizes) -> FusedSplit | None:
 
 
 def _host_gate_up(rows: int, sizes: _Sizes) -> FusedSplit | None:
-    """`gate_and_up_projs` of the host's experts: gated where twice the intermediate size; quick_geglu reads rows in turn."""
+    """`gate_and_up_projs` of the host's experts: gated at twice the inner width; quick_geglu takes rows in turn."""
     config = sizes.config
     width = _first(config, "moe_inter_dim", "moe_intermediate_size", "intermediate_size")
     if not width or rows != 2 * width:

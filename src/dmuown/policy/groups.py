@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from dmuown.errors import OptionError, OptionTypeError, OwnershipError, ParameterError
+from dmuown.policy.fused import split_param_groups
 from dmuown.policy.names import canonical_name, nearest
 from dmuown.policy.resolve import ROUTES, Resolution, ResolvedRoute, check_vectors, resolve_routes
 from dmuown.policy.roles import parameter_roles
@@ -55,6 +56,7 @@ def policy_param_groups(
     *,
     algorithm: str = "muown",
     groups: Iterable[Mapping[str, Any]] | None = None,
+    auto_split: bool = False,
 ) -> list[dict[str, Any]]:
     """Return param groups for an optimizer of this package from a model and a policy.
 
@@ -63,6 +65,7 @@ def policy_param_groups(
         policy: The rules.
         algorithm: Algorithm of the parameters on route `muon`.
         groups: The user's own groups, to be split by route; None takes one group of all parameters.
+        auto_split: Cut fused weights into their blocks, by the model's config (`dmuown.policy.fused`).
 
     Returns:
         Groups with `params`, `param_names`, `dmuon_route`, `algorithm` and the user's keys; no empty ones.
@@ -85,7 +88,8 @@ def policy_param_groups(
     names = {id(param): name for name, param in params.items()}
     if groups is None:
         groups = [{"params": list(params.values())}]
-    return split_groups_by_route(groups, names=names, routes=routes, algorithm=algorithm)
+    split = split_groups_by_route(groups, names=names, routes=routes, algorithm=algorithm)
+    return split_param_groups(split, model) if auto_split else split
 
 
 def model_resolution(model: nn.Module) -> Resolution | None:

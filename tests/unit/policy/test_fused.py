@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import dmuown
 from dmuown.errors import OptionError
 from dmuown.orthogonalize.blocks import grouped_blocks, row_indices
+from dmuown.policy import policy_param_groups
 from dmuown.policy.fused import FusedSplit, fused_splits, split_of, split_param_groups
 from tests.unit.algorithms.oracles import assert_near, gradients, initial
 
@@ -231,6 +232,14 @@ def test_groups_are_split_by_fused_weight() -> None:
         param.grad = torch.ones_like(param)
     optimizer.step()
     assert optimizer.orthogonalized == 3 + 2 + 1 + 1
+
+
+def test_a_policy_splits_on_request() -> None:
+    model = tiny("phi3", num_attention_heads=4, num_key_value_heads=2, intermediate_size=24)
+    policy = {"overrides": [{"role": ["embedding", "head", "norm"], "set": {"route": "adamw"}}]}
+    whole, split = (policy_param_groups(model, policy, auto_split=flag) for flag in (False, True))
+    assert not any("split_sizes" in group for group in whole)
+    assert sorted(group["split_sizes"] for group in split if "split_sizes" in group) == [(24, 24), (32, 16, 16)]
 
 
 @pytest.mark.parametrize("name", ["muon", "normuon", "muown", "normuown", "angular_muown"])
