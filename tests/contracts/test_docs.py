@@ -39,12 +39,12 @@ def test_the_invariants_are_numbered_without_gaps() -> None:
     assert len(rows) >= 10
 
 
-def test_the_tests_of_an_invariant_name_it() -> None:
+def test_every_invariant_has_a_test_that_names_it() -> None:
     rows = re.findall(r"^\| (\d+) \|.*\|([^|]*)\|$", (ROOT / "docs/design/README.md").read_text(), re.MULTILINE)
-    wrong = []
+    unnamed = []
     for number, cell in rows:
-        files = [file for file, _ in TEST.findall(cell)]
         named = re.compile(rf"[Ii]nvariants? (\d+(, | and ))*{number}\b")
-        wrong += [f"{number}: names no test"] if not files else []
-        wrong += [f"{number}: {file}" for file in files if not named.search((ROOT / file).read_text())]
-    assert not wrong
+        if not any(named.search((ROOT / file).read_text()) for file, _ in TEST.findall(cell)):
+            unnamed.append(number)
+    assert len(rows) >= 10
+    assert not unnamed
