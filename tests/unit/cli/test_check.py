@@ -97,7 +97,7 @@ def test_what_is_no_recipe_ends_in_a_message(content: str, tmp_path: Path) -> No
 
 
 def test_world_size_must_divide(tmp_path: Path) -> None:
-    recipe = load(SHIPPED[0], tmp_path)
+    recipe = load(SHIPPED[-1], tmp_path)
     recipe["distributed"]["tp_size"] = 3
     assert not checked(recipe, tmp_path).errors
     (problem,) = checked(recipe, tmp_path, world_size=8).errors
