@@ -4,18 +4,19 @@
       _target_: dmuown.automodel.MuownConfig
       lr: 3e-4
 
-Names load on first use: the checks of `dmuown check` and `dmuown plan` live here too, and need no host. The first
-configuration that is used imports the host's optimizer module and registers the short names `dmuown_muown`,
-`dmuown_muon`, ... there, for `build_optimizer(model, (name, options))`; importing this package does so at once where
-that module is loaded already. Using one raises MissingDependencyError where the host is missing or of another version
-than `host.SUPPORTED`.
+Names load on first use: the checks of `dmuown check` and `dmuown plan` live here too, and need no host. Importing this
+package registers the short names `dmuown_muown`, `dmuown_muon`, ... for the host's
+`build_optimizer(model, (name, options))`: at once where the host is loaded, else as soon as it is (`registration`).
+Using a configuration raises MissingDependencyError where the host is missing or of another version than
+`host.SUPPORTED`.
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import TYPE_CHECKING
+
+from dmuown.automodel.registration import register_with_host
 
 if TYPE_CHECKING:
     from dmuown.automodel.configs import SHORT_NAMES as SHORT_NAMES
@@ -43,5 +44,4 @@ def __getattr__(name: str) -> object:
     return getattr(importlib.import_module(f"{__name__}.configs"), name)
 
 
-if "nemo_automodel.components.optim.optimizer" in sys.modules:
-    importlib.import_module(f"{__name__}.configs")
+register_with_host()
