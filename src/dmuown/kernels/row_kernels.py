@@ -3,6 +3,9 @@
 Every operand is a list of equally shaped, equally strided [batch, m, n] tensors given by a table of addresses,
 `table[operand, tensor]`. A program takes ROWS rows of one tensor. Where a row fits into registers (COLS >= n) it is
 read once; else the kernel walks it in chunks of COLS, once to reduce and once to write.
+
+Divisions and roots are rounded as IEEE says: a row of one element has W / g = 1 exactly, and what its gradient leaves
+across the row is then 0 and not a rounding error, which orthogonalization would blow up to an update.
 """
 
 # Compiled from its own text by Triton.
@@ -96,14 +99,14 @@ def before_kernel(
             norm_ptr = _address(table, _B_NORM, tensors, tensor, tl.float32, False)
             norm = _at_least(tl.load(norm_ptr + s_rows, mask=row_mask, other=1.0), floor)
             tl.store(norm_ptr + s_rows, norm, mask=row_mask)
-            factor = magnitude / norm
+            factor = tl.div_rn(magnitude, norm)
     if WHOLE:
         cols = tl.arange(0, COLS)
         mask = row_mask[:, None] & (cols < n)[None, :]
         grad = _read(grad_ptr, g_rows, cols, g_col, mask)
         momentum = _read(momentum_ptr, p_rows, cols, p_col, mask)
         if KIND != _KIND_MUON:
-            unit = _read(weight_ptr, w_rows, cols, w_col, mask) / magnitude[:, None]
+            unit = tl.div_rn(_read(weight_ptr, w_rows, cols, w_col, mask), magnitude[:, None])
             dg = tl.sum(grad * unit, axis=1)
             grad = (grad - unit * dg[:, None]) * factor[:, None]
         momentum, direction = _accumulate(momentum, grad, mu, EMA, NESTEROV)
@@ -115,7 +118,7 @@ def before_kernel(
             for start in range(0, n, COLS):
                 cols = start + tl.arange(0, COLS)
                 mask = row_mask[:, None] & (cols < n)[None, :]
-                unit = _read(weight_ptr, w_rows, cols.to(tl.int64), w_col, mask) / magnitude[:, None]
+                unit = tl.div_rn(_read(weight_ptr, w_rows, cols.to(tl.int64), w_col, mask), magnitude[:, None])
                 partial += _read(grad_ptr, g_rows, cols.to(tl.int64), g_col, mask) * unit
             dg = tl.sum(partial, axis=1)
         for start in range(0, n, COLS):
@@ -125,7 +128,7 @@ def before_kernel(
             grad = _read(grad_ptr, g_rows, cols, g_col, mask)
             momentum = _read(momentum_ptr, p_rows, cols, p_col, mask)
             if KIND != _KIND_MUON:
-                unit = _read(weight_ptr, w_rows, cols, w_col, mask) / magnitude[:, None]
+                unit = tl.div_rn(_read(weight_ptr, w_rows, cols, w_col, mask), magnitude[:, None])
                 grad = (grad - unit * dg[:, None]) * factor[:, None]
             momentum, direction = _accumulate(momentum, grad, mu, EMA, NESTEROV)
             _write(momentum_ptr, p_rows, cols, p_col, momentum, mask)
@@ -192,7 +195,7 @@ def after_kernel(
         if KIND == _KIND_MUOWN:
             norm_ptr = _address(table, _A_NORM, tensors, tensor, tl.float32, False)
             norm = tl.load(norm_ptr + s_rows, mask=row_mask, other=1.0)
-        to_direction = norm / magnitude
+        to_direction = tl.div_rn(norm, magnitude)
         # Adam on the magnitude.
         first_ptr = _address(table, _A_FIRST, tensors, tensor, tl.float32, False)
         second_ptr = _address(table, _A_SECOND, tensors, tensor, tl.float32, False)
@@ -205,7 +208,7 @@ def after_kernel(
             step = tl.load(_address(table, _A_STEP, tensors, tensor, tl.float32, False))
             corrected1 = 1.0 - tl.exp2(step * tl.log2(beta1))
             corrected2 = 1.0 - tl.exp2(step * tl.log2(beta2))
-        adam = (first / corrected1) / (tl.sqrt(second / corrected2) + epsilon)
+        adam = (first / corrected1) / (tl.sqrt_rn(second / corrected2) + epsilon)
         stepped = _guard(magnitude - rate_lr * adam, floor)
     if WHOLE:
         cols = tl.arange(0, COLS)
@@ -228,19 +231,19 @@ def after_kernel(
         squares = tl.sum(partial, axis=1)
     to_weight = tl.zeros((ROWS,), dtype=tl.float32) + 1.0
     if KIND == _KIND_MUOWN:
-        new_norm = tl.sqrt(squares)
+        new_norm = tl.sqrt_rn(squares)
         newborn = (tl.abs(magnitude) <= floor) & (norm <= floor) & (new_norm > floor)
         stepped = tl.where(newborn, _at_least(rate_lr, floor), stepped)
         new_norm = _at_least(new_norm, floor)
-        to_weight = stepped / new_norm
+        to_weight = tl.div_rn(stepped, new_norm)
     elif KIND == _KIND_ANGULAR:
-        to_weight = stepped / _at_least(tl.sqrt(squares), floor)
+        to_weight = tl.div_rn(stepped, _at_least(tl.sqrt_rn(squares), floor))
     if WHOLE:
         if KIND != _KIND_MUON:
             moved = moved * to_weight[:, None]
             if DECAY:
                 moved -= weight * rate
-                stepped = _at_least(tl.sqrt(tl.sum(moved * moved, axis=1)), floor)
+                stepped = _at_least(tl.sqrt_rn(tl.sum(moved * moved, axis=1)), floor)
         _write(weight_ptr, w_rows, cols, w_col, moved, mask)
     else:
         partial = tl.zeros((ROWS, COLS), dtype=tl.float32)
@@ -258,7 +261,7 @@ def after_kernel(
                     partial += moved * moved
             _write(weight_ptr, w_rows, cols, w_col, moved, mask)
         if KIND != _KIND_MUON and DECAY:
-            stepped = _at_least(tl.sqrt(tl.sum(partial, axis=1)), floor)
+            stepped = _at_least(tl.sqrt_rn(tl.sum(partial, axis=1)), floor)
     if KIND != _KIND_MUON:
         # Warps share rows: nobody may write row state before everybody has read it.
         tl.debug_barrier()

@@ -187,3 +187,18 @@ def test_what_no_kernel_covers_is_left_to_the_phases() -> None:
     algorithm, batch = make("muown", (1, 4, 6))
     batch.gradients[1] = batch.gradients[1].mT.contiguous().mT
     assert fused.before(algorithm, batch, torch.float32) is None
+
+
+def test_a_row_of_one_element_has_no_direction_to_learn() -> None:
+    algorithm, batch = make("muown", (1, 6, 1))
+    for weight, magnitude, momentum in zip(
+        batch.weights, batch.state["magnitude"], batch.state["momentum"], strict=True
+    ):
+        magnitude.copy_(weight.abs().clamp_min(1e-8))
+        momentum.zero_()
+    directions = fused.before(algorithm, batch, torch.float32)
+    assert directions is not None
+    live = [not bool((weight == 0).any()) for weight in batch.weights]
+    assert live == [False, True, True]
+    assert not directions[1].any()
+    assert not directions[2].any()
