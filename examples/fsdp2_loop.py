@@ -72,7 +72,9 @@ def build(mesh: DeviceMesh, lr: float) -> tuple[nn.Module, dmuown.Muown]:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return model, dmuown.Muown(policy_param_groups(model, POLICY, algorithm="muown"), lr=lr)
+    # q, k and v of an attention layer are one tensor here, and three matrices for Muown.
+    groups = policy_param_groups(model, POLICY, algorithm="muown", auto_split=True)
+    return model, dmuown.Muown(groups, lr=lr)
 
 
 def train(model: nn.Module, optimizer: dmuown.Muown, steps: range) -> list[float]:
