@@ -216,6 +216,8 @@ class MuonEngine(_MuonBase):
             GradientError: A sparse gradient, one laid out unlike its parameter, or (with
                 `nonfinite="raise"`) one that is not finite.
         """
+        if torch.compiler.is_dynamo_compiling():
+            torch._dynamo.graph_break("dmuown's step is no single graph: compile around it with fullgraph=False")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -408,7 +410,6 @@ class MuonEngine(_MuonBase):
         self._rebuild_records()
         self.__dict__.setdefault("exchange_count", ExchangeCount())
         self.__dict__.setdefault("orthogonalized", 0)
-
 
 
 def _warn_of_narrow_storage(records: Iterable[ParamRecord]) -> None:

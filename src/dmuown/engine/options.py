@@ -268,6 +268,8 @@ def _validate(group: dict[str, Any], where: str) -> None:
     for key in ("foreach", "fused_adam", "foreach_adam"):
         if group.get(key) not in (None, True, False):
             raise OptionError(f"{where}: {key}", f"must be True, False or None, got {group[key]!r}")
+    if group.get("differentiable"):
+        raise OptionError(f"{where}: differentiable", "updates cannot be differentiated through", "Leave it out")
     _validate_storage(group, where)
     for key in ("split_groups", "interleaved"):
         if group.get(key) and group.get("split_sizes") is None:

@@ -59,7 +59,9 @@ def train(param: torch.nn.Parameter, optimizer: torch.optim.Optimizer, grads: li
 def test_the_specifications_variant_runs(name: str, shape: tuple[int, ...]) -> None:
     weight, grads = initial(*shape), list(gradients(shape))
     param = torch.nn.Parameter(weight.clone())
-    optimizer = dmuown.Muon([{"params": [param], "algorithm": name, "alpha": 0.7}], lr=0.02, wd=0.0, ns_dtype=torch.float64)
+    optimizer = dmuown.Muon(
+        [{"params": [param], "algorithm": name, "alpha": 0.7}], lr=0.02, wd=0.0, ns_dtype=torch.float64
+    )
     train(param, optimizer, grads)
     # The rows' state and the ratio are fp32.
     assert_near(param.detach(), oracle(weight, grads, 0.02, 0.7), 1e-6)
@@ -86,7 +88,9 @@ def test_transposed_and_flattened_storage(storage: dict[str, Any]) -> None:
         return value.mT.contiguous() if "matrix_transposed" in storage else value.reshape(6, 3, 2, 2)
 
     param = torch.nn.Parameter(stored(weight).clone())
-    optimizer = dmuown.Muon([{"params": [param], "algorithm": "my_variant", **storage}], lr=0.02, wd=0.0, ns_dtype="float64")
+    optimizer = dmuown.Muon(
+        [{"params": [param], "algorithm": "my_variant", **storage}], lr=0.02, wd=0.0, ns_dtype="float64"
+    )
     train(param, optimizer, [stored(grad) for grad in grads])
     assert_near(param.detach(), stored(oracle(weight, grads, 0.02, 0.5)), 1e-6)
 
