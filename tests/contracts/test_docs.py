@@ -48,3 +48,11 @@ def test_every_invariant_has_a_test_that_names_it() -> None:
             unnamed.append(number)
     assert len(rows) >= 10
     assert not unnamed
+
+
+def test_the_figures_of_the_readme_are_in_their_results() -> None:
+    section = (ROOT / "README.md").read_text().partition("<!-- figures -->")[2].partition("<!-- end of figures -->")[0]
+    results = "".join((ROOT / target).read_text() for target in LINK.findall(section))
+    figures = re.findall(r"\d+\.\d+(?= \|)|\+\d+\.\d+%", section)
+    assert len(figures) > 5
+    assert not [figure for figure in figures if figure not in results]
