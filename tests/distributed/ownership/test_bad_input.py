@@ -81,7 +81,7 @@ def _selection(rank: int, world_size: int) -> None:
 
 
 def test_selection_and_policy(ranks2: RankPool) -> None:
-    ranks2.run(_selection)
+    ranks2.run(_selection, timeout=180)
 
 
 def _order(rank: int, world_size: int) -> None:
@@ -105,7 +105,7 @@ def _order(rank: int, world_size: int) -> None:
 
 
 def test_call_order(ranks2: RankPool) -> None:
-    ranks2.run(_order)
+    ranks2.run(_order, timeout=180)
 
 
 def _groups(rank: int, world_size: int) -> None:
@@ -148,7 +148,7 @@ def _groups(rank: int, world_size: int) -> None:
 
 
 def test_group_overrides_after_dedication(ranks2: RankPool) -> None:
-    ranks2.run(_groups)
+    ranks2.run(_groups, timeout=180)
 
 
 def _meshes(rank: int, world_size: int) -> None:
@@ -193,7 +193,7 @@ def _tensor_parallel(mesh: DeviceMesh) -> nn.Module:
 
 
 def test_meshes(ranks4: RankPool) -> None:
-    ranks4.run(_meshes)
+    ranks4.run(_meshes, timeout=180)
 
 
 def _disagreeing(rank: int, world_size: int) -> None:
@@ -210,7 +210,7 @@ def _disagreeing(rank: int, world_size: int) -> None:
 
 
 def test_ranks_that_disagree(ranks2: RankPool) -> None:
-    ranks2.run(_disagreeing)
+    ranks2.run(_disagreeing, timeout=180)
 
 
 def test_without_a_process_group() -> None:

@@ -129,10 +129,10 @@ def test_a_checkpoint_loads_anywhere(
     (ranks4 if source.endswith("four") else ranks2).run(_save, source.split()[0], folder, options)
     if target == "plain":
         with RankPool(1) as one:
-            results = one.run(_resume, "plain", folder, options, STEPS)
+            results = one.run(_resume, "plain", folder, options, STEPS, timeout=180)
     else:
         pool = ranks4 if target.endswith("four") else ranks2
-        results = pool.run(_resume, target.split()[0], folder, options, STEPS)
+        results = pool.run(_resume, target.split()[0], folder, options, STEPS, timeout=180)
     expected = _expected(options, STEPS)
     for result in results:
         compare(result, expected, "resumed parameter")
@@ -141,9 +141,9 @@ def test_a_checkpoint_loads_anywhere(
 def test_what_is_loaded_is_what_was_saved(ranks2: RankPool, ranks4: RankPool, tmp_path: Path) -> None:
     """To the bit, without a step in between."""
     folder = str(tmp_path / "checkpoint")
-    ranks2.run(_save, "dedicated", folder, {})
-    here = ranks2.run(_resume, "dedicated", folder, {}, SAVED_AFTER)[0]
-    elsewhere = ranks4.run(_resume, "dedicated", folder, {}, SAVED_AFTER)[0]
+    ranks2.run(_save, "dedicated", folder, {}, timeout=180)
+    here = ranks2.run(_resume, "dedicated", folder, {}, SAVED_AFTER, timeout=180)[0]
+    elsewhere = ranks4.run(_resume, "dedicated", folder, {}, SAVED_AFTER, timeout=180)[0]
     compare(elsewhere, here, "parameter", {"rtol": 0, "atol": 0})
     compare(here, _expected({}, SAVED_AFTER), "parameter")
 
@@ -165,9 +165,9 @@ def _load_folder(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
 
 def test_checkpoint_folders(ranks2: RankPool, ranks4: RankPool, tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
-    ranks2.run(_save_folder, folder)
+    ranks2.run(_save_folder, folder, timeout=180)
     for pool in (ranks2, ranks4):
-        compare(pool.run(_load_folder, folder)[0], _expected({}, STEPS), "parameter")
+        compare(pool.run(_load_folder, folder, timeout=180)[0], _expected({}, STEPS), "parameter")
 
 
 def _whole(rank: int, world_size: int, offload: bool) -> None:
@@ -189,7 +189,7 @@ def _whole(rank: int, world_size: int, offload: bool) -> None:
 
 @pytest.mark.parametrize("offload", [False, True], ids=["on every rank", "on rank 0"])
 def test_whole_state_dicts(ranks2: RankPool, offload: bool) -> None:
-    ranks2.run(_whole, offload)
+    ranks2.run(_whole, offload, timeout=180)
 
 
 def _refused(rank: int, world_size: int) -> None:
@@ -211,4 +211,4 @@ def _refused(rank: int, world_size: int) -> None:
 
 
 def test_bad_checkpoints(ranks2: RankPool) -> None:
-    ranks2.run(_refused)
+    ranks2.run(_refused, timeout=180)

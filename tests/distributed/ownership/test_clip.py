@@ -53,12 +53,12 @@ def _clip(rank: int, world_size: int, rest: str, replicate: int) -> None:
 
 @pytest.mark.parametrize("rest", ["", "fsdp2", "ddp"])
 def test_equals_torch_on_two_ranks(ranks2: RankPool, rest: str) -> None:
-    ranks2.run(_clip, rest, 1)
+    ranks2.run(_clip, rest, 1, timeout=180)
 
 
 @pytest.mark.parametrize("rest", ["", "fsdp2"])
 def test_equals_torch_under_hsdp(ranks4: RankPool, rest: str) -> None:
-    ranks4.run(_clip, rest, 2)
+    ranks4.run(_clip, rest, 2, timeout=180)
 
 
 def _refused(rank: int, world_size: int) -> None:
@@ -84,4 +84,4 @@ def _refused(rank: int, world_size: int) -> None:
 
 
 def test_bad_input(ranks2: RankPool) -> None:
-    ranks2.run(_refused)
+    ranks2.run(_refused, timeout=180)

@@ -71,7 +71,7 @@ def _by_shape(name: str, param: nn.Parameter) -> dict[str, Any]:
 
 
 def test_one_boundary_ahead(ranks2: RankPool) -> None:
-    for seen in ranks2.run(_watch, 1, True):
+    for seen in ranks2.run(_watch, 1, True, timeout=180):
         assert seen["names"] == [
             "model.embed_tokens",
             *(f"model.layers.{i}" for i in range(4)),
@@ -84,13 +84,13 @@ def test_one_boundary_ahead(ranks2: RankPool) -> None:
 
 
 def test_without_prefetch(ranks2: RankPool) -> None:
-    for seen in ranks2.run(_watch, 0, True):
+    for seen in ranks2.run(_watch, 0, True, timeout=180):
         assert seen["forward"] == ["home", "home", "whole", "home", "home", "home", "home"]
         assert seen["backward"] == ["home", "home", "home", "whole", "home", "home", "home"]
 
 
 def test_kept_after_forward(ranks2: RankPool) -> None:
-    for seen in ranks2.run(_watch, 1, False):
+    for seen in ranks2.run(_watch, 1, False, timeout=180):
         assert seen["forward"] == ["whole", "whole", "whole", "coming", "home", "home", "home"]
         assert seen["backward"] == ["whole", "whole", "whole", "whole", "home", "home", "home"]
 
@@ -106,11 +106,11 @@ def _unannounced(rank: int, world_size: int) -> None:
 
 
 def test_fully_shard_without_ignored_params(ranks2: RankPool) -> None:
-    ranks2.run(_unannounced)
+    ranks2.run(_unannounced, timeout=180)
 
 
 @pytest.mark.parametrize("count", [3])
 def test_more_ranks_than_parameters_of_a_boundary(count: int) -> None:
     with RankPool(count) as pool:
-        for seen in pool.run(_watch, 1, True):
+        for seen in pool.run(_watch, 1, True, timeout=180):
             assert seen["forward"][2] == "whole"

@@ -53,7 +53,7 @@ def _summary(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_dedicated(ranks2: RankPool) -> None:
-    results = ranks2.run(_summary)
+    results = ranks2.run(_summary, timeout=180)
     assert sum(result["owned"] for result in results) == 11
 
 
@@ -73,4 +73,4 @@ def _mixed(rank: int, world_size: int) -> None:
 
 
 def test_beside_fsdp2(ranks2: RankPool) -> None:
-    ranks2.run(_mixed)
+    ranks2.run(_mixed, timeout=180)

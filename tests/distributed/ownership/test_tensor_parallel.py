@@ -66,8 +66,8 @@ def _parallel(rank: int, world_size: int, algorithm: str) -> None:
 
 
 def test_adamw(ranks4: RankPool) -> None:
-    ranks4.run(_parallel, "adamw")
+    ranks4.run(_parallel, "adamw", timeout=180)
 
 
 def test_muown_steps_the_logical_matrix(ranks4: RankPool) -> None:
-    ranks4.run(_parallel, "muown")
+    ranks4.run(_parallel, "muown", timeout=180)

@@ -164,4 +164,4 @@ def _guide(rank: int, world_size: int) -> None:
 
 
 def test_the_guides_policy_verbatim(ranks2: RankPool) -> None:
-    ranks2.run(_guide)
+    ranks2.run(_guide, timeout=180)

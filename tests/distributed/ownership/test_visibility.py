@@ -57,7 +57,7 @@ def _names_and_attributes(rank: int, world_size: int) -> None:
 
 
 def test_names_and_attributes(ranks2: RankPool) -> None:
-    ranks2.run(_names_and_attributes)
+    ranks2.run(_names_and_attributes, timeout=180)
 
 
 def _state_dicts(rank: int, world_size: int) -> None:
@@ -95,7 +95,7 @@ def _state_dicts(rank: int, world_size: int) -> None:
 
 
 def test_state_dicts(ranks2: RankPool) -> None:
-    ranks2.run(_state_dicts)
+    ranks2.run(_state_dicts, timeout=180)
 
 
 def _moves(rank: int, world_size: int) -> None:
@@ -123,7 +123,7 @@ def _moves(rank: int, world_size: int) -> None:
 
 
 def test_moves(ranks2: RankPool) -> None:
-    ranks2.run(_moves)
+    ranks2.run(_moves, timeout=180)
 
 
 def _meta(rank: int, world_size: int, how: str) -> None:
@@ -160,7 +160,7 @@ def _owns(model: nn.Module, name: str, rank: int) -> bool:
 
 @pytest.mark.parametrize("how", ["loaded", "initialized"])
 def test_dedicated_on_the_meta_device(ranks2: RankPool, how: str) -> None:
-    ranks2.run(_meta, how)
+    ranks2.run(_meta, how, timeout=180)
 
 
 def _still_meta(rank: int, world_size: int) -> None:
@@ -172,7 +172,7 @@ def _still_meta(rank: int, world_size: int) -> None:
 
 
 def test_a_forward_on_the_meta_device_is_refused(ranks2: RankPool) -> None:
-    ranks2.run(_still_meta)
+    ranks2.run(_still_meta, timeout=180)
 
 
 class Probe(nn.Module):
@@ -241,7 +241,7 @@ def _precision(rank: int, world_size: int) -> None:
 
 
 def test_precision_by_field(ranks2: RankPool) -> None:
-    ranks2.run(_precision)
+    ranks2.run(_precision, timeout=180)
 
 
 def _bf16_gradients(rank: int, world_size: int) -> None:
@@ -260,7 +260,7 @@ def _bf16_gradients(rank: int, world_size: int) -> None:
 
 
 def test_gradient_dtype(ranks2: RankPool) -> None:
-    ranks2.run(_bf16_gradients)
+    ranks2.run(_bf16_gradients, timeout=180)
 
 
 def _tied_across_blocks(rank: int, world_size: int) -> None:
@@ -279,4 +279,4 @@ def _tied_across_blocks(rank: int, world_size: int) -> None:
 
 
 def test_weights_tied_across_boundaries(ranks2: RankPool) -> None:
-    ranks2.run(_tied_across_blocks)
+    ranks2.run(_tied_across_blocks, timeout=180)
