@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from dmuown.checkpoint import save_checkpoint as save_checkpoint
     from dmuown.checkpoint import set_model_state_dict as set_model_state_dict
     from dmuown.checkpoint import set_optimizer_state_dict as set_optimizer_state_dict
-    from dmuown.diagnostics.param_groups import summarize_param_groups as summarize_param_groups
     from dmuown.diagnostics.exchange import summarize_exchange as summarize_exchange
+    from dmuown.diagnostics.param_groups import summarize_param_groups as summarize_param_groups
     from dmuown.engine.capture import capture as capture
     from dmuown.engine.info import engine_info as engine_info
     from dmuown.engine.optimizers import AngularMuown as AngularMuown

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,7 +83,7 @@ def quintic_outputs(sigma: Tensor, triples: Sequence[Triple], safety_factor: flo
     return value
 
 
-def by_blocks(x: Tensor, blocks: Sequence[slice] | None, function: Orthogonalize) -> Tensor:
+def by_blocks(x: Tensor, blocks: Sequence[Any] | None, function: Orthogonalize) -> Tensor:
     """Apply `function` to each block of rows of x: [..., m, n] on its own."""
     if not blocks:
         return function(x)

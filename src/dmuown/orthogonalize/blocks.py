@@ -87,7 +87,7 @@ def interleaved_blocks(count: int, m: int) -> Blocks:
 
 
 def grouped_blocks(split_sizes: Sequence[int], groups: int, m: int) -> Blocks:
-    """Blocks of the given numbers of rows, spread evenly over groups that each hold their part of every block, in order.
+    """Blocks of the given numbers of rows, spread evenly over groups that each hold a part of every block, in order.
 
     GPT-NeoX's `query_key_value` is (heads x [q, k, v]): sizes (n, n, n) in as many groups as there are heads.
 

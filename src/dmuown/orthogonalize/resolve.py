@@ -28,9 +28,9 @@ def resolve_orthogonalizer(options: Mapping[str, object], device: torch.device) 
 
     Args:
         options: Group keys. Read here: `scheme` (alias `orthogonalization_strategy`), `coefficients`, `ns_steps`,
-            `ns_epsilon`, `ns_dtype` ("auto", a torch dtype or its name; auto is fp16 on CUDA, bf16 for a plain form or own function), `ns_norm`,
-            `ns_form`, `backend`, `newton_schulz_func`; Dion's `use_gram_newton_schulz` and `use_polar_express`
-            where no scheme is given. Other keys are ignored.
+            `ns_epsilon`, `ns_dtype` ("auto", a torch dtype or its name; auto is fp16 on CUDA, bf16 for a plain
+            form or own function), `ns_norm`, `ns_form`, `backend`, `newton_schulz_func`; Dion's
+            `use_gram_newton_schulz` and `use_polar_express` where no scheme is given. Other keys are ignored.
         device: Where the matrices are; decides `ns_dtype="auto"`.
 
     Raises:

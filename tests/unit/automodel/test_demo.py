@@ -75,7 +75,7 @@ def test_the_recipes_differ_in_the_optimizer_alone() -> None:
 def test_summary_round_trip_and_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is an extra")
     summary = RunSummary(
-        "Muown", 42, 100, 120, 1, 3, {1: 3.0, 2: 2.0, 3: 1.5}, {"default": {3: 2.5}}, "ckpt", None, 9.0, 2
+        "Muown", 42, 100, 120, 42, 1, 3, {1: 3.0, 2: 2.0, 3: 1.5}, {"default": {3: 2.5}}, "ckpt", None, 9.0, 2
     )
     summary.save(tmp_path)
     assert RunSummary.load(tmp_path) == summary

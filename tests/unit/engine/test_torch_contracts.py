@@ -112,10 +112,10 @@ def test_maximize_is_descent_on_the_negated_gradient(optimizer: Callable[..., An
         for network, sign, stepper in ((model, 1, ascending), (twin, -1, descending)):
             stepper.zero_grad()
             (sign * loss_of(network, step)).backward()
-            given = [p.grad.clone() for p in network.parameters()]  # type: ignore[union-attr]
+            given = [p.grad.clone() for p in network.parameters()]
             stepper.step()
             # Invariant 7: the caller's gradients are left as they were.
-            assert all(torch.equal(p.grad, g) for p, g in zip(network.parameters(), given, strict=True))  # type: ignore[arg-type]
+            assert all(torch.equal(p.grad, g) for p, g in zip(network.parameters(), given, strict=True))
     for a, b in zip(weights(model), weights(twin), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
