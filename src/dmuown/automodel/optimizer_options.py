@@ -352,7 +352,7 @@ class NorMuownOptions(MuownOptions):
 
     muon_beta2: float = 0.95
     normalization_epsilon: float = 1e-10
-    shape_scaling_type: str = "muon"
+    shape_scaling_type: str = "normuon"
 
     def check_own(self) -> None:
         """Check and convert the options that this class adds."""
