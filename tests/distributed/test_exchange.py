@@ -199,13 +199,13 @@ def test_hsdp_divides_the_work_and_exchanges_within_shard_groups(ranks4: RankPoo
 
 
 def test_owners_are_balanced_by_cost_over_buckets(ranks4: RankPool) -> None:
-    """Four matrices of one shape and one of eight times the cost: who owns the large one owns no other."""
-    small = Run(on(Layout((8, 8), placements=("S0",)), 4), algorithms=("muon",), per_group=3)
+    """Six matrices of one shape and one of eight times the cost: who owns the large one owns no other."""
+    small = Run(on(Layout((8, 8), placements=("S0",)), 4), algorithms=("muon",), per_group=6)
     large = replace(small, layout=on(Layout((16, 16), placements=("S0",)), 4), per_group=1)
     results = ranks4.run(count_a_step, [small, large])
     flops = [results[0]["planned"]["ranks"][rank]["flops"] for rank in range(4)]
-    assert sorted(flops) == [flops_of(8)] * 3 + [flops_of(16)]
-    assert [result["matrices"] for result in results] == [1, 1, 1, 1]
+    assert sorted(flops) == [2 * flops_of(8)] * 3 + [flops_of(16)]
+    assert sorted(result["matrices"] for result in results) == [1, 2, 2, 2]
 
 
 def flops_of(size: int) -> float:

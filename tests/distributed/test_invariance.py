@@ -19,24 +19,22 @@ LAYOUTS = [GRID["HSDP, uneven"], GRID["EP x FSDP, uneven experts"], GRID["FSDP x
 def train(order: list[int], tasks: int = 3, **options: Any) -> list[Tensor]:
     """Several layouts and algorithms in one optimizer; weights in the original order."""
     runs = [Run(layout, MATRIX_ALGORITHMS, options=options) for layout in (*LAYOUTS, on(LINE["rows, uneven"], 4))]
-    groups, params, layouts = [], [], []
+    groups, params = [], []
     for number, run in enumerate(runs):
         for index, algorithm in enumerate(run.algorithms):
-            param = torch.nn.Parameter(run.layout.distribute(run.whole(0, index)))
-            groups.append(run.group(algorithm, [param], [f"{number}.{algorithm}"]))
-            params.append(param)
-            layouts.append(run.layout)
+            members = [torch.nn.Parameter(run.layout.distribute(run.whole(0, 3 * index + i))) for i in range(3)]
+            groups.append(run.group(algorithm, members, [f"{number}.{algorithm}.{i}" for i in range(3)]))
+            params += [(run, 3 * index + i, param) for i, param in enumerate(members)]
     before, engine.MAX_CONCURRENT_TASKS = engine.MAX_CONCURRENT_TASKS, tasks
     try:
         optimizer = dmuown.Muon([groups[index] for index in order], lr=0.05)
         for step in range(2):
-            for index, (param, layout) in enumerate(zip(params, layouts, strict=True)):
-                run = runs[index // len(MATRIX_ALGORITHMS)]
-                param.grad = layout.distribute(run.whole(step + 1, index % len(MATRIX_ALGORITHMS)))
+            for run, index, param in params:
+                param.grad = run.layout.distribute(run.whole(step + 1, index))
             optimizer.step()
     finally:
         engine.MAX_CONCURRENT_TASKS = before
-    return [local(param).detach() for param in params]
+    return [local(param).detach() for _, _, param in params]
 
 
 def variants(rank: int, world_size: int) -> float:
@@ -87,3 +85,19 @@ def test_storage_and_gradients_stay_where_they_are(ranks4: RankPool) -> None:
     """Invariant 7."""
     for name in ("HSDP by rows", "FSDP x column-wise TP, transposed", "convolution on two axes"):
         assert ranks4.run(in_place, GRID[name]) == [True] * 4
+
+
+def chunk_sizes(rank: int, world_size: int) -> list[list[int]]:
+    """Parameters of each task, experts that this rank has more or fewer of."""
+    run = Run(GRID["EP x FSDP, uneven experts"], MATRIX_ALGORITHMS, options={"batch_size": 2}, per_group=3)
+    optimizer = run.optimizer(run.layout.distribute)
+    gradients = {param: local(param) for param in parameters(optimizer)}
+    plan = optimizer.plan
+    return [
+        [len(chunk.selected) for chunk in plan.chunks(gradients, optimizer.param_groups, part)] for part in plan.parts
+    ]
+
+
+def test_ranks_split_buckets_alike(ranks4: RankPool) -> None:
+    """Invariant 2: three experts on two places are two and one; a task of two matrices is one parameter on both."""
+    assert ranks4.run(chunk_sizes) == [[[1] * 3 * len(MATRIX_ALGORITHMS)]] * 4
