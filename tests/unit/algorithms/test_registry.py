@@ -59,9 +59,8 @@ def train(param: torch.nn.Parameter, optimizer: torch.optim.Optimizer, grads: li
 def test_the_specifications_variant_runs(name: str, shape: tuple[int, ...]) -> None:
     weight, grads = initial(*shape), list(gradients(shape))
     param = torch.nn.Parameter(weight.clone())
-    optimizer = dmuown.Muon(
-        [{"params": [param], "algorithm": name, "alpha": 0.7}], lr=0.02, wd=0.0, ns_dtype=torch.float64
-    )
+    group = {"params": [param], "algorithm": name, "alpha": 0.7, "foreach": "batched" in name}
+    optimizer = dmuown.Muon([group], lr=0.02, wd=0.0, ns_dtype=torch.float64)
     train(param, optimizer, grads)
     # The rows' state and the ratio are fp32.
     assert_near(param.detach(), oracle(weight, grads, 0.02, 0.7), 1e-6)
