@@ -30,16 +30,16 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks2() -> Iterator[RankPool]:
-    """Two gloo ranks that live as long as the session."""
+    """Two gloo ranks that live as long as a test module: idle ranks still poll."""
     with RankPool(2) as pool:
         yield pool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks4() -> Iterator[RankPool]:
-    """Four gloo ranks that live as long as the session."""
+    """Four gloo ranks that live as long as a test module."""
     with RankPool(4) as pool:
         yield pool
 

@@ -31,7 +31,7 @@ What fails the test (`RanksFailed`, which shows every rank's traceback and the e
 - a rank leaves a collective unmatched: every call ends in a barrier, so it fails the test that caused it, not the next.
 
 Pooled or fresh: a pool keeps its processes and process group between calls (milliseconds a call), and starts anew
-after a failure and every 100 calls. Functions that change the process (environment, default process group, patches of
+after a failure and every 16 calls. Functions that change the process (environment, default process group, patches of
 torch, logging set up once) belong in `run_ranks`. To assert on an exception, use `pytest.raises` inside the function.
 
 Functions travel by name, not by value. The ranks import the module under the name that pytest gave it, and load it
@@ -77,7 +77,9 @@ _CONTEXT.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.dis
 
 _START_TIMEOUT = 120.0  # seconds until every rank has joined the process group
 _GRACE = 5.0  # seconds that the other ranks have to report, once one has failed
-_CALLS_PER_START = 100  # a pool starts anew after this many calls, since sub-groups of meshes are never freed
+# A pool starts anew after this many calls: sub-groups of meshes are never freed, and every one keeps threads that poll
+# (a pool of four with 160 groups a rank used a whole core while idle). Starting takes a third of a second.
+_CALLS_PER_START = 16
 _OUTPUT_TAIL = 4000  # characters of a rank's own output in a failure
 
 
