@@ -49,7 +49,7 @@ class AngularMuownRow(MuonAlgorithm):
         return torch.where(row_norms <= MAGNITUDE_FLOOR, ZERO_ROW_MAGNITUDE, row_norms)
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Refuse weight decay, and check the angular schedule."""
+        """Refuse weight decay, and check `adjust_lr_fn`."""
         super().check_options(options)
         if isinstance(options["weight_decay"], Tensor) or options["weight_decay"] != 0:
             raise OptionError(
@@ -61,9 +61,6 @@ class AngularMuownRow(MuonAlgorithm):
             raise OptionError(
                 "adjust_lr_fn", f"must be None, 'original' or 'match_rms_adamw', got {options['adjust_lr_fn']!r}"
             )
-        for key in ("warmup_steps", "decay_scale", "decay_degree"):
-            if not 0 <= options[key] < float("inf"):
-                raise OptionError(key, f"must be finite and >= 0, got {options[key]!r}")
 
     def prepare_gradient(self, batch: MatrixBatch) -> Work[list[Tensor]]:
         """Project gradients onto the tangent of the row spheres; returns du and keeps dg."""

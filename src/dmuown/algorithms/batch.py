@@ -116,8 +116,11 @@ class MatrixBatch:
         factors = [scale(rows, self.n) for rows in self.block_rows]
         if len(set(factors)) == 1:
             return factors[0]
-        table = torch.tensor(factors, dtype=torch.float32, device=self.block_of_row.device)
-        return table[self.block_of_row][:, None]
+        # Filled on the device: a table from the host would be copied in every step, and not at all under capture.
+        per_row = torch.zeros_like(self.block_of_row, dtype=torch.float32)
+        for block, factor in enumerate(factors):
+            per_row.masked_fill_(self.block_of_row == block, factor)
+        return per_row[:, None]
 
     def check_returned(self, algorithm: str, phase: str, values: Sequence[Tensor]) -> None:
         """Check that a phase returned one tensor per parameter, of the weights' local shape.

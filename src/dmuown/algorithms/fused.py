@@ -24,6 +24,7 @@ from dmuown.algorithms.muon import MuonRow
 from dmuown.algorithms.muown import MuownRow, NorMuownRow
 from dmuown.algorithms.normuon import NorMuonRow
 from dmuown.algorithms.scales import normuon, rms_norm, scale_named
+from dmuown.algorithms.whole import log_once
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +67,14 @@ def before(algorithm: MuonAlgorithm, batch: MatrixBatch, dtype: torch.dtype) -> 
 
     Returns:
         What is to be orthogonalized, `[batch, m_local, n_local]` each: consecutive slices of one new tensor;
-        None, with nothing done, where no kernel covers the bucket.
+        None, with nothing done, where no kernel covers the bucket. With `use_triton` the reason is logged once.
     """
-    if not _covers(algorithm, batch, dtype):
+    if not len(batch) or batch.weights[0].numel() == 0:
+        return None
+    obstacle = _obstacle(algorithm, batch, dtype)
+    if obstacle is not None:
+        if batch.options["use_triton"]:
+            log_once(f"use_triton: torch does the rows of {batch.names[0]} and those like it, {obstacle}")
         return None
     from dmuown.kernels import rows
 
@@ -187,35 +193,38 @@ def _floor(kind: str, options: Mapping[str, Any]) -> float:
     return MAGNITUDE_FLOOR if kind == "angular" else float(options["epsilon"])
 
 
-def _covers(algorithm: MuonAlgorithm, batch: MatrixBatch, dtype: torch.dtype) -> bool:
-    if type(algorithm) not in _COVERED or batch.input_group is not None or not len(batch):
-        return False
+def _obstacle(algorithm: MuonAlgorithm, batch: MatrixBatch, dtype: torch.dtype) -> str | None:
+    """Why no kernel covers a bucket, or None where one does."""
+    if type(algorithm) not in _COVERED:
+        return f"{algorithm.name} has none"
+    if batch.input_group is not None:
+        return "rows are sharded along the input axis"
     first = batch.weights[0]
-    if first.numel() == 0 or not _available(first.device.type) or dtype not in _DTYPES:
-        return False
+    if not _available(first.device.type):
+        return f"there are none for {first.device}"
+    if dtype not in _DTYPES:
+        return f"there are none in {dtype}"
     if "variance_neuron" in batch.state and (batch.block_rows is not None or batch.output_group is not None):
-        return False
-    if isinstance(batch.options["lr"], Tensor) and batch.options["lr"].device != first.device:
-        return False
-    decay = batch.options["weight_decay"]
-    if isinstance(decay, Tensor) and decay.device != first.device:
-        return False
+        return "neurons are normalized over several blocks or ranks"
+    for key in ("lr", "weight_decay"):
+        if isinstance(batch.options[key], Tensor) and batch.options[key].device != first.device:
+            return f"{key} is a tensor on {batch.options[key].device}"
     from dmuown.kernels import rows
 
     state = [batch.state[key] for key in _ROW_STATE if key in batch.state]
     everything = [batch.weights, batch.gradients, batch.state["momentum"], *state]
     if not all(type(x) in (Tensor, Parameter) for operand in everything for x in operand):
-        return False
+        return "tensors are of a subclass"
     if not all(rows.uniform(operand) for operand in everything):
-        return False
+        return "dtypes or strides differ, or are not supported"
     if any(operand[0].dtype != torch.float32 or operand[0].stride() != state[0][0].stride() for operand in state):
-        return False
+        return "row state is not fp32, or its strides differ"
     steps = batch.state.get("step", [])
     on_host = [step for step in steps if step.device.type == "cpu"]
-    if on_host and first.device.type != "cpu":
-        # One bias correction for the launch: parameters that skipped steps go the other way.
-        return len(on_host) == len(steps) and len({float(step) for step in on_host}) == 1
-    return True
+    # One bias correction for the launch: parameters that skipped steps go the other way.
+    if on_host and first.device.type != "cpu" and (len(on_host) < len(steps) or len({float(s) for s in on_host}) > 1):
+        return "parameters have taken different numbers of steps"
+    return None
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

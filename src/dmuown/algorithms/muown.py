@@ -86,13 +86,14 @@ class MuownRow(MuonAlgorithm):
         ):
             directions.append((weight / g).mul_(norm).sub_(direction.float() * step_length))
         squares = yield from batch.sum_rows([v.square().sum(dim=-1, keepdim=True) for v in directions])
+        newborn_length = lr.clamp_min(epsilon) if isinstance(lr, Tensor) else max(lr, epsilon)
         decayed = []
         for index, (weight, v) in enumerate(zip(batch.weights, directions, strict=True)):
             g, norm = batch.state["magnitude"][index], batch.state["direction_norm"][index]
             new_norm = squares[index].sqrt()
             stepped = guard_magnitude(self._step_magnitude(batch, index), epsilon)
             newborn = (g.abs() <= epsilon) & (norm <= epsilon) & (new_norm > epsilon)
-            g.copy_(torch.where(newborn, _at_least(lr, epsilon, g), stepped))
+            g.copy_(torch.where(newborn, newborn_length, stepped))
             norm.copy_(new_norm.clamp_min(epsilon))
             recomposed = v.mul_(g / norm)
             if _is_nonzero(weight_decay):
@@ -127,10 +128,6 @@ class NorMuownRow(NeuronNormalization, MuownRow):
         **MuownRow.state_spec,
         "variance_neuron": BufferSpec(like="grad_rows", signed=False, dtype=torch.float32),
     }
-
-
-def _at_least(lr: float | Tensor, epsilon: float, like: Tensor) -> Tensor:
-    return torch.as_tensor(lr, dtype=like.dtype, device=like.device).clamp_min(epsilon)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from torch import Tensor
 from dmuown.algorithms.base import MuonAlgorithm, register_muon_algorithm
 from dmuown.algorithms.batch import MatrixBatch, Work
 from dmuown.algorithms.muon import MuonRow
-from dmuown.errors import OptionError
 from dmuown.state import BufferSpec
 
 
@@ -23,14 +22,6 @@ class NeuronNormalization(MuonAlgorithm):
     """The shape phase of NorMuon, shared by every row that normalizes neurons."""
 
     options: ClassVar[Mapping[str, Any]] = {"muon_beta2": 0.95, "normalization_epsilon": 1e-8}
-
-    def check_options(self, options: Mapping[str, Any]) -> None:
-        """Check `muon_beta2` in [0, 1) and `normalization_epsilon` > 0."""
-        super().check_options(options)
-        if not 0 <= options["muon_beta2"] < 1:
-            raise OptionError("muon_beta2", f"must be in [0, 1), got {options['muon_beta2']!r}")
-        if not options["normalization_epsilon"] > 0:
-            raise OptionError("normalization_epsilon", f"must be > 0, got {options['normalization_epsilon']!r}")
 
     def shape_update(self, batch: MatrixBatch, update: Sequence[Tensor]) -> Work[list[Tensor]]:
         """Normalize neurons; returns fp32 updates. Zero matrices stay zero."""

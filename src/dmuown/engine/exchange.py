@@ -120,7 +120,7 @@ def _stack(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
 def _orthogonalize_whole(bucket: Bucket, whole: Tensor | None, count: ExchangeCount) -> Tensor:
     if whole is None:
         return torch.empty(0)
-    count.matrices += len(whole) * max(1, len(bucket.blocks))
+    count.matrices += len(whole) * bucket.matrices_per_unit
     # A custom function may return another dtype; updates travel in the orthogonalizer's, whatever the layout.
     result = orthogonalize_blocks(whole, bucket.blocks, bucket.orthogonalizer).to(bucket.orthogonalizer.dtype)
     if count.observe is not None:

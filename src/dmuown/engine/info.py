@@ -14,19 +14,21 @@ import importlib.metadata
 import inspect
 import subprocess
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from dmuown.algorithms.muown import _DION_MUON_HOOKS
 from dmuown.errors import MissingDependencyError
 
 #: Hooks of either generation through which Dion's `step` asks for tasks and state.
-DION_MUON_HOOKS = ("_create_muon_tasks", "_create_adamw_tasks", "_get_or_initialize_state")
-DION_ORTHO_HOOKS = ("_create_ortho_tasks", "_create_adamw_tasks", "_get_or_initialize_state")
-
-_GENERATION_BY_HOOKS = {"muon_tasks": DION_MUON_HOOKS, "ortho_tasks": DION_ORTHO_HOOKS}
+_GENERATION_BY_HOOKS = {
+    "muon_tasks": _DION_MUON_HOOKS,
+    "ortho_tasks": ("_create_ortho_tasks", "_create_adamw_tasks", "_get_or_initialize_state"),
+}
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ def import_dion() -> ModuleType | None:
         ) from error
 
 
+@cache
 def generation_of(base: type) -> str:
     """Tell Dion's generations apart by the hook that the base class defines.
 

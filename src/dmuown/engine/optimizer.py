@@ -7,7 +7,6 @@ the tasks. A task is the sentence of `dmuown.algorithms.base`; algorithms never 
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Generator, Iterable, Mapping
 from copy import copy
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from dmuown.algorithms import ElementwiseAlgorithm, MuonAlgorithm, fused
+from dmuown.algorithms import ElementwiseAlgorithm, fused
 from dmuown.engine import loading, rows
 from dmuown.engine.base import AsyncRuntime, AsyncTask, _MuonBase
 from dmuown.engine.exchange import ExchangeCount, orthogonalize, wire_dtype
@@ -27,13 +26,11 @@ from dmuown.engine.layout import local_tensor
 from dmuown.engine.options import check_names, complete_group, prefer_aliases
 from dmuown.engine.plan import Bucket
 from dmuown.engine.planning import OFFLOAD_BATCH_SIZE, Chunk, Plan, load_elementwise, make_plan
-from dmuown.engine.records import ParamRecord, make_records, named_tensors
+from dmuown.engine.records import ParamRecord, as_groups, make_records, named_tensors, warn_of_narrow_storage
+from dmuown.engine.state import add_missing_buffers
 from dmuown.engine.whole import update_whole
 from dmuown.errors import OptionError, OptionTypeError, ParameterError
-from dmuown.state.allocate import allocate, allocate_rows
 from dmuown.state.working import WorkingSet, compute_device, finish_copies
-
-logger = logging.getLogger(__name__)
 
 #: Tasks in flight at once, as in Dion: one computes while others communicate.
 MAX_CONCURRENT_TASKS = 3
@@ -70,16 +67,17 @@ class MuonEngine(_MuonBase):
         newton_schulz_func: Callable[..., Tensor] | None = None,
         nonfinite: NonFinite = "propagate",
     ) -> None:
-        self._generation = generation_of(_MuonBase)
+        generation_of(_MuonBase)  # refuses a Dion that would never ask for our tasks
         _check_mesh_type(distributed_mesh)
         if nonfinite not in ("raise", "skip", "propagate"):
             raise OptionError("nonfinite", f"must be 'raise', 'skip' or 'propagate', got {nonfinite!r}")
         if newton_schulz_func is not None and not callable(newton_schulz_func):
             raise OptionTypeError("newton_schulz_func", f"must be callable, got {type(newton_schulz_func).__name__}")
         signature = {key: value.default for key, value in inspect.signature(type(self)).parameters.items()}
-        defaults = prefer_aliases(defaults, signature, type(self).__qualname__)
+        public_name = type(self).__qualname__  # `Muon.__name__` is another: see `dmuown.engine.optimizers`
+        defaults = prefer_aliases(defaults, signature, public_name)
         self._class_defaults = {key: value for key, value in defaults.items() if value is not None}
-        check_names(self._class_defaults, type(self).__name__)
+        check_names(self._class_defaults, public_name)
         self._newton_schulz = newton_schulz_func
         self._nonfinite: NonFinite = nonfinite
         self._records: list[ParamRecord] = []
@@ -96,9 +94,9 @@ class MuonEngine(_MuonBase):
 
             # A dedicated model: this rank steps what it owns, whole matrices and shards alike.
             params = dedicated_param_groups(params, algorithm=str(self._class_defaults["algorithm"]))
-        groups = _as_groups(params)
+        groups = as_groups(params)
         probe = {"params": [], **self._class_defaults}
-        complete_group(probe, type(self).__name__, self._class_defaults)
+        complete_group(probe, public_name, self._class_defaults)
         super().__init__(
             groups,
             distributed_mesh=None,
@@ -115,7 +113,7 @@ class MuonEngine(_MuonBase):
         self._complete = True
         self._make_plan()
         rows.initialize(self._plan_now(), self.state)
-        _warn_of_narrow_storage(self._records)
+        warn_of_narrow_storage(self._records)
 
     # ------------------------------------------------------------------ groups and state
 
@@ -154,6 +152,7 @@ class MuonEngine(_MuonBase):
                 self._get_or_initialize_state(record.param, record.algorithm.name)
             self._make_plan()
             rows.initialize(self._plan_now(), self.state, {record.param for record in records})
+            warn_of_narrow_storage(records)
 
     @property
     def records(self) -> list[ParamRecord]:
@@ -184,20 +183,7 @@ class MuonEngine(_MuonBase):
         if record is None:
             return {}  # a dedicated parameter of another rank
         state: dict[str, Any] = self.state[param]
-        missing = record.state_spec.keys() - state.keys()
-        for key, spec in record.state_spec.items():
-            if key in missing:
-                # AdamW's fused kernel reads the step on the parameter's device; elsewhere the host does.
-                on_host = spec.like == "scalar" and isinstance(record.algorithm, MuonAlgorithm)
-                device = torch.device("cpu") if on_host else local_tensor(param).device
-                state[key] = allocate(
-                    spec,
-                    param,
-                    _row_allocator(record),
-                    device,
-                    name=f"{record.name}.{key}",
-                    options=self.param_groups[record.group_index],
-                )
+        add_missing_buffers(state, record, self.param_groups[record.group_index])
         return state
 
     # ------------------------------------------------------------------ the step
@@ -277,7 +263,7 @@ class MuonEngine(_MuonBase):
         algorithm = chunk.algorithm
         if algorithm.updates_whole_tensors():
             yield from update_whole(chunk, self.state, self._gradients)
-            self.orthogonalized += len(chunk) * max(1, len(chunk.bucket.blocks))
+            self.orthogonalized += chunk.matrices
             return
         working = chunk.working_set()
         batch = chunk.batch(self.state, self._gradients, working)
@@ -298,7 +284,7 @@ class MuonEngine(_MuonBase):
             batch.check_returned(algorithm.name, "shape_update", update)
             yield from algorithm.apply(batch, update)
         working.store()
-        self.orthogonalized += len(chunk) * max(1, len(chunk.bucket.blocks))
+        self.orthogonalized += chunk.matrices
 
     def _update_elements(self, records: list[ParamRecord], group: dict[str, Any]) -> Generator[None, None, None]:
         algorithm = records[0].algorithm
@@ -320,12 +306,13 @@ class MuonEngine(_MuonBase):
 
     @torch.no_grad()
     def resync_magnitudes(self) -> None:
-        """Take row magnitudes anew from the weights, for weights that were changed from outside.
+        """Take row magnitudes and master weights anew from the weights, when those were changed from outside.
 
         Call it on every rank after loading a model into parameters that this optimizer already
         holds, or after swapping in averaged weights. Momentum is left as it is.
         """
         rows.initialize(self._plan_now(), self.state)
+        rows.refresh_masters(self._records, self.state)
         self._rows_unverified = False
 
     def _verify_rows(self, plan: Plan) -> None:
@@ -398,7 +385,7 @@ class MuonEngine(_MuonBase):
         return ()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_class_defaults", "_newton_schulz", "_nonfinite", "_generation", "_rows_unverified")
+        own = ("_class_defaults", "_newton_schulz", "_nonfinite", "_rows_unverified")
         return {**super().__getstate__(), **{key: self.__dict__[key] for key in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -412,53 +399,6 @@ class MuonEngine(_MuonBase):
         self.__dict__.setdefault("orthogonalized", 0)
 
 
-def _warn_of_narrow_storage(records: Iterable[ParamRecord]) -> None:
-    """Magnitudes learn in steps that 16-bit weights round away; say so once."""
-    narrow = [
-        record
-        for record in records
-        if "magnitude" in record.algorithm.state_spec and record.param.dtype in (torch.bfloat16, torch.float16)
-    ]
-    if narrow:
-        logger.warning(
-            "%s and %d other parameters are stored in %s: %s recommends fp32 parameters",
-            narrow[0].name,
-            len(narrow) - 1,
-            narrow[0].param.dtype,
-            narrow[0].algorithm.name,
-        )
-
-
 def _check_mesh_type(mesh: object) -> None:
     if mesh is not None and not isinstance(mesh, (DeviceMesh, ProcessGroup)):
         raise OptionTypeError("distributed_mesh", f"must be a DeviceMesh or ProcessGroup, got {type(mesh).__name__}")
-
-
-def _as_groups(params: Any) -> list[dict[str, Any]]:
-    """Return a list of groups, new dicts, from whatever torch accepts as `params`."""
-    if isinstance(params, Tensor):
-        raise OptionTypeError("params", "must be an iterable of tensors or groups, got one tensor", "Wrap it in a list")
-    if isinstance(params, dict):
-        raise OptionTypeError("params", "must be a list of groups, got one dict", "Wrap it in a list")
-    items = params if isinstance(params, (set, frozenset)) else list(params)
-    if not items:
-        raise ParameterError("params", "is empty", "Check what selected the parameters")
-    if isinstance(items, list) and isinstance(items[0], dict):
-        return [dict(group) if isinstance(group, dict) else group for group in items]
-    return [{"params": items}]
-
-
-def _row_allocator(record: ParamRecord) -> Callable[[torch.dtype], Tensor]:
-    def rows_of(dtype: torch.dtype) -> Tensor:
-        layout = record.layout
-        if layout is None:
-            raise OptionError(record.name, f"{record.algorithm.name} declares row state, which only matrices have")
-        return allocate_rows(
-            record.param,
-            global_shape=layout.rows_shape,
-            local_shape=layout.local_rows_shape,
-            input_dims=layout.col_dims,
-            dtype=dtype,
-        )
-
-    return rows_of

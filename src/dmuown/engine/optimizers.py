@@ -15,14 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dmuown.engine.gradients import NonFinite
 from dmuown.engine.optimizer import MuonEngine
-from dmuown.errors import MissingDependencyError, OptionError
-
-
-def _check_triton(use_triton: bool) -> None:
-    from dmuown import kernels
-
-    if use_triton and not kernels.available():
-        raise MissingDependencyError("use_triton", "needs Triton, which is not installed", "pip install dmuown[triton]")
+from dmuown.errors import OptionError
 
 
 class Muon(MuonEngine):
@@ -42,7 +35,7 @@ class Muon(MuonEngine):
         nesterov: Look ahead along the momentum.
         adjust_lr: `"spectral_norm"` sqrt(m/n), `"rms_norm"` 0.2 sqrt(max(m, n)), `"keller"` sqrt(max(1, m/n)) or None.
         flatten: Treat parameters of 3 and more axes as one matrix `[first, rest]` (convolutions).
-        use_triton: Require Triton kernels.
+        use_triton: Require Triton; buckets that its row kernels do not cover are logged once and keep torch.
         use_polar_express: Polar Express coefficients (arXiv 2505.16932); False takes Jiacheng You's.
         use_gram_newton_schulz: Iterate on the Gram matrix, with Polar Express coefficients.
         newton_schulz_func: `func(x, epsilon=...) -> Tensor`; replaces the orthogonalizer.
@@ -88,7 +81,6 @@ class Muon(MuonEngine):
         nonfinite: NonFinite = "propagate",
         **group_defaults: Any,
     ) -> None:
-        _check_triton(use_triton)
         if scheme is None:
             scheme, coefficients = _dion_scheme(use_polar_express, use_gram_newton_schulz, coefficients)
         super().__init__(
@@ -167,7 +159,7 @@ class Muown(MuonEngine):
         ns_steps: Newton-Schulz iterations.
         ns_epsilon: Stabilizer of the orthogonalization's norm.
         muon_update_scale: Multiplies direction updates alone; read from the configuration, also on resume.
-        use_triton: Require Triton kernels for local fp32 row updates.
+        use_triton: Require Triton; buckets that its row kernels do not cover are logged once and keep torch.
         scheme, coefficients, ns_dtype, backend, batch_size, maximize, nonfinite: As `Muon`.
 
     Raises:
@@ -200,7 +192,6 @@ class Muown(MuonEngine):
         newton_schulz_func: Callable[..., Tensor] | None = None,
         **group_defaults: Any,
     ) -> None:
-        _check_triton(use_triton)
         super().__init__(
             params,
             distributed_mesh=distributed_mesh,

@@ -8,11 +8,14 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from dmuown import kernels
 from dmuown.algorithms import Algorithm, MuonAlgorithm, get_algorithm, loaded_algorithms, source_of
 from dmuown.engine.state_version import STATE_VERSION
-from dmuown.errors import OptionError
+from dmuown.errors import MissingDependencyError, OptionError
+from dmuown.orthogonalize import resolve_orthogonalizer
 from dmuown.state.spec import PRECISIONS
 
 #: Other libraries' names for the same option.
@@ -140,6 +143,7 @@ def complete_group(group: dict[str, Any], where: str, class_defaults: Mapping[st
 
     Raises:
         OptionError: An unknown key or a bad value.
+        MissingDependencyError: `use_triton` without Triton.
     """
     _resolve_aliases(group, where)
     class_defaults = dict(class_defaults)
@@ -185,9 +189,16 @@ def validate_group(group: dict[str, Any], where: str) -> None:
 
     Raises:
         OptionError: A bad value.
+        MissingDependencyError: `use_triton` without Triton.
     """
-    _validate(group, where)
-    get_algorithm(group["algorithm"]).check_options(group)
+    algorithm = get_algorithm(group["algorithm"])
+    _validate(group, where, {**COMMON_OPTIONS, **MATRIX_OPTIONS, **algorithm.all_options()})
+    try:
+        algorithm.check_options(group)
+        if isinstance(algorithm, MuonAlgorithm):
+            resolve_orthogonalizer(group, torch.device("cpu"))  # checks alike for every device
+    except OptionError as error:
+        raise OptionError(f"{where}: {error.subject}", error.rule, error.remedy) from None
 
 
 def every_option() -> set[str]:
@@ -256,9 +267,10 @@ def _refuse_unknown(key: str, where: str, known: set[str]) -> None:
     raise OptionError(f"{where}: {key}", "is not an option of this algorithm", hint)
 
 
-def _validate(group: dict[str, Any], where: str) -> None:
+def _validate(group: dict[str, Any], where: str, defaults: Mapping[str, Any]) -> None:
     for key, (rule, holds) in _NUMBER_RULES.items():
-        if key in group and group[key] is not None:
+        # None stands for itself where it is the default, and for no number elsewhere.
+        if key in group and not (group[key] is None and defaults.get(key) is None):
             group[key] = checked_number(group[key], f"{where}: {key}", rule, holds)
     if group["lr"] is None:
         raise OptionError(f"{where}: lr", "is missing")
@@ -270,6 +282,14 @@ def _validate(group: dict[str, Any], where: str) -> None:
             raise OptionError(f"{where}: {key}", f"must be True, False or None, got {group[key]!r}")
     if group.get("differentiable"):
         raise OptionError(f"{where}: differentiable", "updates cannot be differentiated through", "Leave it out")
+    if group.get("capturable"):
+        raise OptionError(
+            f"{where}: capturable", "is no option: a step is captured as a whole", "Use dmuown.capture(optimizer)"
+        )
+    if group.get("use_triton") and not kernels.available():
+        raise MissingDependencyError(
+            f"{where}: use_triton", "needs Triton, which is not installed", "pip install dmuown[triton]"
+        )
     _validate_storage(group, where)
     for key in ("split_groups", "interleaved"):
         if group.get(key) and group.get("split_sizes") is None:
@@ -335,18 +355,27 @@ _NUMBER_RULES: dict[str, Check] = {
     "ns_epsilon": _POSITIVE,
     "normalization_epsilon": _POSITIVE,
     "muon_update_scale": _AT_LEAST_ZERO,
+    "warmup_steps": _AT_LEAST_ZERO,
+    "decay_scale": _AT_LEAST_ZERO,
+    "decay_degree": _AT_LEAST_ZERO,
 }
 
 
 def checked_number(value: Any, subject: str, rule: str, holds: Callable[[float], bool]) -> Any:
-    """Return `value` as a number that obeys a rule; tensors pass as they are (live hyper-parameters).
+    """Return `value` as a number that obeys a rule.
 
-    A string that spells a number is taken as one: YAML reads `1e-4` as a string.
+    A string that spells a number is taken as one: YAML reads `1e-4` as a string. A tensor of one element
+    stays as it is (a live hyper-parameter); its value is checked on the host only, since reading it from
+    a device would wait for that.
 
     Raises:
         OptionError: Not a number, or against the rule.
     """
     if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise OptionError(subject, f"must be one number {rule}, got a tensor of shape {tuple(value.shape)}")
+        if value.device.type == "cpu" and not holds(float(value)):
+            raise OptionError(subject, f"must be {rule}, got {value!r}")
         return value
     if isinstance(value, str):
         try:

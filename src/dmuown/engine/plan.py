@@ -77,9 +77,9 @@ class Bucket:
         return max(1, self.layout.batch_at(first))
 
     @property
-    def shard_count(self) -> int:
-        """Ranks that share a matrix."""
-        return len(self.members)
+    def matrices_per_unit(self) -> int:
+        """Matrices of a unit that are orthogonalized on their own: the blocks of a fused weight, or 1."""
+        return max(1, len(self.blocks))
 
     @property
     def replica_count(self) -> int:

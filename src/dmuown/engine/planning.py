@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dmuown.algorithms import DeclaredState, ElementwiseAlgorithm, MatrixBatch, MuonAlgorithm
+from dmuown.algorithms import Algorithm, DeclaredState, ElementwiseAlgorithm, MatrixBatch, MuonAlgorithm
 from dmuown.engine.agreement import first_difference
 from dmuown.engine.groups import audience_of, audiences, control_group, mesh_group
 from dmuown.engine.layout import local_tensor
@@ -45,9 +45,10 @@ class Chunk:
     selected: list[int]
     group: dict[str, Any]
 
-    def __len__(self) -> int:
-        """Logical matrices in it, fused blocks not counted singly."""
-        return len(self.selected) * self.bucket.units_per_param
+    @property
+    def matrices(self) -> int:
+        """Matrices in it that are orthogonalized on their own, a fused weight's blocks counted singly."""
+        return len(self.selected) * self.bucket.units_per_param * self.bucket.matrices_per_unit
 
     @property
     def params(self) -> list[Tensor]:
@@ -148,6 +149,10 @@ class Plan:
     records: list[ParamRecord]
     audiences: dict[tuple[int, ...], list[int]]
     parts: list[list[Bucket]]
+    _algorithms: dict[Tensor, Algorithm] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._algorithms = {record.param: record.algorithm for record in self.records}
 
     def chunks(
         self, gradients: Mapping[Tensor, Tensor], groups: Sequence[dict[str, Any]], part: Sequence[Bucket]
@@ -189,8 +194,6 @@ class Plan:
 
     def algorithm_of(self, bucket: Bucket) -> MuonAlgorithm:
         """The algorithm of a bucket's parameters."""
-        if not hasattr(self, "_algorithms"):
-            self._algorithms = {record.param: record.algorithm for record in self.records}
         algorithm = self._algorithms[bucket.params[0]]
         assert isinstance(algorithm, MuonAlgorithm)
         return algorithm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,10 +14,12 @@ from torch.distributed.tensor import DTensor
 from dmuown.algorithms import Algorithm, MuonAlgorithm, get_algorithm
 from dmuown.engine.layout import MatrixLayout
 from dmuown.errors import LayoutError, OptionError, OptionTypeError, ParameterError
-from dmuown.orthogonalize import Blocks, blocks_from_heads, grouped_blocks, interleaved_blocks
+from dmuown.orthogonalize import Blocks, blocks_from_heads, grouped_blocks, interleaved_blocks, select_backend
 from dmuown.ownership.away import AwayParameter
 from dmuown.state import BufferSpec
 from dmuown.state.spec import MASTER, MASTER_WEIGHT
+
+logger = logging.getLogger(__name__)
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -42,6 +45,25 @@ class ParamRecord:
     layout: MatrixLayout | None = None
     blocks: Blocks = ()
     state_spec: Mapping[str, BufferSpec] = field(default_factory=dict)
+
+
+def as_groups(params: Any) -> list[dict[str, Any]]:
+    """Return a list of groups, new dicts, from whatever torch accepts as `params`.
+
+    Raises:
+        OptionTypeError: One tensor, or one group, outside a list.
+        ParameterError: Nothing in it.
+    """
+    if isinstance(params, Tensor):
+        raise OptionTypeError("params", "must be an iterable of tensors or groups, got one tensor", "Wrap it in a list")
+    if isinstance(params, dict):
+        raise OptionTypeError("params", "must be a list of groups, got one dict", "Wrap it in a list")
+    items = params if isinstance(params, (set, frozenset)) else list(params)
+    if not items:
+        raise ParameterError("params", "is empty", "Check what selected the parameters")
+    if isinstance(items, list) and isinstance(items[0], dict):
+        return [dict(group) if isinstance(group, dict) else group for group in items]
+    return [{"params": items}]
 
 
 def named_tensors(params: Any, where: str) -> tuple[list[Tensor], list[str] | None]:
@@ -82,8 +104,11 @@ def make_records(
     Raises:
         ParameterError: A parameter that cannot be optimized so; the error names it.
         LayoutError: A layout that cannot be supported.
+        MissingDependencyError: A backend asked for by name that cannot run here.
     """
     algorithm = get_algorithm(group["algorithm"])
+    if isinstance(algorithm, MuonAlgorithm) and group["backend"] != "auto":
+        select_backend(group["backend"], torch.device("cpu"), torch.float32, (1, 1, 1))
     records = []
     for position, tensor in enumerate(tensors):
         if isinstance(tensor, AwayParameter):
@@ -160,3 +185,20 @@ def _blocks(layout: MatrixLayout, group: Mapping[str, Any], name: str) -> Blocks
         return blocks
     except OptionError as error:
         raise OptionError(f"{name}: {error.subject}", error.rule, error.remedy) from None
+
+
+def warn_of_narrow_storage(records: Iterable[ParamRecord]) -> None:
+    """Magnitudes learn in steps that 16-bit weights round away; say so once."""
+    narrow = [
+        record
+        for record in records
+        if "magnitude" in record.algorithm.state_spec and record.param.dtype in (torch.bfloat16, torch.float16)
+    ]
+    if narrow:
+        logger.warning(
+            "%s and %d other parameters are stored in %s: %s recommends fp32 parameters",
+            narrow[0].name,
+            len(narrow) - 1,
+            narrow[0].param.dtype,
+            narrow[0].algorithm.name,
+        )

@@ -102,7 +102,7 @@ def _exchange(
     mine = [place.owner for place in units if place.replica == replica]
     owned = mine.count(position)
     done = Traffic(
-        matrices=owned * max(1, len(bucket.blocks)),
+        matrices=owned * bucket.matrices_per_unit,
         flops=owned * bucket.flops_per_unit,
     )
     if len(block[replica]) > 1 and mine:

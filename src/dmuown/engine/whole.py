@@ -56,7 +56,7 @@ def update_whole(chunk: Chunk, state: State, gradients: Mapping[Tensor, Tensor])
         yield
     working.wait()
     options = _options_for(algorithm.foreach_update if _batched(chunk) else algorithm.update, chunk.group)
-    ratio = torch.tensor(lr_ratio(layout.m, layout.n), device=working.device)
+    ratio = torch.full((), lr_ratio(layout.m, layout.n), dtype=torch.float32, device=working.device)
     with using_options(chunk.group):
         if _batched(chunk):
             result = algorithm.foreach_update(

@@ -130,12 +130,24 @@ def test_sparse_gradient_is_refused_before_any_change() -> None:
     assert optimizer.param_groups[0]["step"] == 0
 
 
-def test_failed_add_param_group_changes_nothing() -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mu": 3},
+        {"mu": None},
+        {"scheme": "newton_shulz"},
+        {"coefficients": "kellar"},
+        {"ns_norm": "none"},
+        {"backend": "quack"},
+        {"shape_scaling_type": "none"},
+        {"params": [("v", nn.Parameter(torch.ones(3)))]},
+    ],
+)
+def test_failed_add_param_group_changes_nothing(options: dict[str, Any]) -> None:
     optimizer = dmuown.Muown([("a", matrix())])
     before = len(optimizer.param_groups), len(optimizer.state)
-    for group in ({"params": [("v", nn.Parameter(torch.ones(3)))]}, {"params": [("b", matrix())], "mu": 3}):
-        with pytest.raises(DmuownError):
-            optimizer.add_param_group(group)
+    with pytest.raises(DmuownError, match=r"param group 1: |^v: |^backend='quack'"):
+        optimizer.add_param_group({"params": [("b", matrix())], **options})
     assert (len(optimizer.param_groups), len(optimizer.state)) == before
     optimizer.add_param_group({"params": [("b", matrix())]})
     assert len(optimizer.param_groups) == 2
@@ -166,5 +178,44 @@ def test_fused_blocks(options: dict[str, Any], message: str) -> None:
 
 def test_triton_must_be_there_when_it_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dmuown.kernels.available", lambda: False)
-    with pytest.raises(ImportError, match="use_triton: needs Triton"):
-        dmuown.Muown([matrix()], use_triton=True)
+    for optimizer in OPTIMIZERS:
+        with pytest.raises(ImportError, match=f"^{optimizer.__qualname__}: use_triton: needs Triton"):
+            optimizer([matrix()], use_triton=True)
+        with pytest.raises(ImportError, match=r"^param group 0: use_triton: needs Triton"):
+            optimizer([{"params": [matrix()], "use_triton": True}])
+
+
+def test_what_triton_does_not_cover_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("dmuown.kernels.available", lambda: True)
+    weight = matrix()
+    quiet, loud = dmuown.Muown([matrix()]), dmuown.Muown([("only.here", weight)], use_triton=True)
+    for optimizer in (quiet, loud, loud):
+        for param in optimizer.param_groups[0]["params"]:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    (message,) = [record.getMessage() for record in caplog.records if "use_triton" in record.getMessage()]
+    assert "only.here" in message
+    assert "there are none for cpu" in message
+
+
+@pytest.mark.parametrize("value", [torch.tensor(-1.0), torch.tensor(math.nan), torch.tensor([0.1, 0.2])])
+def test_live_numbers_obey_the_rules_too(value: torch.Tensor) -> None:
+    with pytest.raises(OptionError, match=r"^Muown: lr: must be"):
+        dmuown.Muown([matrix()], lr=value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("option", ["capturable", "differentiable"])
+def test_what_torch_offers_and_we_do_not_is_refused(option: str) -> None:
+    dmuown.Muown([{"params": [matrix()], option: False}])
+    with pytest.raises(OptionError, match=f"^param group 0: {option}: "):
+        dmuown.Muown([{"params": [matrix()], option: True}])
+
+
+@pytest.mark.parametrize("option", ["warmup_steps", "decay_scale", "decay_degree"])
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, "soon", True])
+def test_the_angular_schedule(option: str, value: object) -> None:
+    with pytest.raises(OptionError, match=f"^AngularMuown: {option}: must be"):
+        dmuown.AngularMuown([matrix()], **{option: value})  # type: ignore[arg-type]
+    assert dmuown.AngularMuown([matrix()], **{option: "1e0"}).param_groups[0][option] == 1.0  # type: ignore[arg-type]

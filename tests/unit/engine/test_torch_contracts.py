@@ -232,6 +232,10 @@ def test_narrow_storage_warns(caplog: pytest.LogCaptureFixture) -> None:
         dmuown.Muon([("w", nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16)))])
     assert len(caplog.records) == 1
     assert "w and 0 other parameters are stored in torch.bfloat16" in caplog.text
+    optimizer = dmuown.Muown([("v", nn.Parameter(torch.ones(2, 2)))])
+    assert len(caplog.records) == 1
+    optimizer.add_param_group({"params": [("late", nn.Parameter(torch.ones(2, 2, dtype=torch.float16)))]})
+    assert "late and 0 other parameters are stored in torch.float16" in caplog.text
 
 
 def test_groups_of_another_algorithm_keep_that_algorithms_defaults() -> None:
