@@ -160,8 +160,9 @@ def _loading(document: Document, report: Report) -> None:
         report.warning(
             "checkpoint.save_consolidated", "is ignored with model_save_format torch_save", "Use safetensors"
         )
-    if document.get("packed_sequence.packed_sequence_size", 0) == 0:
-        given = [key for key in document.get("packed_sequence") or {} if key != "packed_sequence_size"]
+    packed = document.get("packed_sequence")
+    if isinstance(packed, dict) and packed.get("packed_sequence_size", 0) == 0:
+        given = [key for key in packed if key != "packed_sequence_size"]
         if given:
             report.warning(f"packed_sequence.{given[0]}", "has no effect: packed_sequence_size is 0", "Set the size")
     dropped = document.get("peft.dropout")
