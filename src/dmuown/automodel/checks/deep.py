@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
+from collections.abc import Iterator
 
 from dmuown.automodel.checks.document import Document
 from dmuown.automodel.checks.problems import Report
@@ -24,9 +27,25 @@ _VIEWS = (
 
 def check_with_host(document: Document, report: Report) -> None:
     """Load the file with the host and build every typed section; nothing is trained or downloaded."""
+    with _quiet():
+        _check(document, report)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what the host prints and logs out of a report, which may be JSON."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _check(document: Document, report: Report) -> None:
     from dmuown.automodel.request import read_request
 
-    logging.getLogger("nemo_automodel").setLevel(logging.ERROR)
     overrides = [f"--{key}={document.get(key)!r}" for key in document.overridden]
     try:
         read_request(document.path, overrides)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from dmuown.automodel.checks.document import read_document
+from dmuown.automodel.planned.plan import SHAPE_KEYS
 from dmuown.errors import MissingDependencyError, OptionError
 from dmuown.policy.roles import ParameterRole, describe_parameters
 
@@ -19,19 +20,26 @@ def deep_parameters(
 
     Raises:
         MissingDependencyError: transformers is not installed.
-        OptionError: It cannot build the model.
+        OptionError: The YAML names no model, or transformers cannot build it.
     """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
         raise MissingDependencyError("transformers", "is not installed", 'pip install "dmuown[automodel]"') from None
     document = read_document(path, overrides)
-    named = str(model_config or document.get("model.pretrained_model_name_or_path"))
+    named = model_config or document.get("model.pretrained_model_name_or_path")
+    if named is None:
+        raise OptionError("model.pretrained_model_name_or_path", "is missing", "Write it, or pass --model-config")
     try:
+        # Never the checkpoint's own code.
+        config = AutoConfig.from_pretrained(str(named), trust_remote_code=False)
+        for key in SHAPE_KEYS:
+            if document.get(f"model.{key}") is not None:
+                setattr(config, key, document.get(f"model.{key}"))
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(named))
-    except (OSError, ValueError) as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # it raises what it likes, KeyError and ImportError among it
+        first = str(error).strip().partition("\n")[0] or type(error).__name__
         raise OptionError(
             "model", f"transformers cannot build it: {first}", "Give its config.json: --model-config"
         ) from None

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from dmuown.automodel.checks.document import Document, read_document
-from dmuown.automodel.checks.optimizer import own_options
+from dmuown.automodel.dmuon_options import DMuonOptions, own_options
 from dmuown.automodel.grouping import ELEMENTWISE, group_parameters
-from dmuown.automodel.optimizer_options import DMuonOptions, MatrixOptions
+from dmuown.automodel.optimizer_options import MatrixOptions
 from dmuown.automodel.planned.cluster import Cluster, place, stages
 from dmuown.automodel.planned.exchange import BucketPlan, local_numel, plan_exchange, state_bytes
 from dmuown.automodel.planned.memory import RankBytes
@@ -207,7 +207,7 @@ def _model_file(document: Document, model_config: Path | None) -> Path:
 def _parameters(document: Document, model_config: Path | None) -> list[ParameterRole]:
     file = _model_file(document, model_config)
     changed = {
-        key: value for key, value in (document.get("model") or {}).items() if key in _SHAPE_KEYS and value is not None
+        key: value for key, value in (document.get("model") or {}).items() if key in SHAPE_KEYS and value is not None
     }
     content = {**read_model_config(file), **changed}
     host_layout = not document.get("model.force_hf", False)
@@ -215,7 +215,7 @@ def _parameters(document: Document, model_config: Path | None) -> list[Parameter
 
 
 #: Keys of a model's section that change the shapes of its checkpoint's configuration.
-_SHAPE_KEYS = frozenset({"num_hidden_layers", "vocab_size", "tie_word_embeddings"})
+SHAPE_KEYS = frozenset({"num_hidden_layers", "vocab_size", "tie_word_embeddings"})
 
 
 def _dtype(document: Document, model_config: Path | None, plan: JobPlan) -> torch.dtype:
