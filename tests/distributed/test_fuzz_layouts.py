@@ -114,7 +114,7 @@ def check(pool: RankPool, run: Run) -> None:
     # Elementwise groups take none of the options of matrices.
     note(f"seed {run.seed}: {run}")
     whole = train_whole(run, lambda step, index: zero_where_absent(run, step, index))
-    results = pool.run(train_sharded, run, timeout=60)
+    results = pool.run(train_sharded, run, timeout=120)
     assert_sharded_equals_whole(run, results, whole, TOLERANCE[run.dtype], movement=20)
 
 

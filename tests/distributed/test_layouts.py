@@ -119,21 +119,21 @@ def on(layout: Layout, world_size: int) -> Layout:
 def test_a_line_of_two_ranks_equals_one_process(ranks2: RankPool, name: str) -> None:
     """Invariants 1 and 2."""
     run = Run(on(LINE[name], 2), per_group=3)
-    assert_sharded_equals_whole(run, ranks2.run(train_sharded, run), train_whole(run), rtol=1e-5)
+    assert_sharded_equals_whole(run, ranks2.run(train_sharded, run, timeout=120), train_whole(run), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", LINE)
 def test_a_line_of_four_ranks_equals_one_process(ranks4: RankPool, name: str) -> None:
     """Invariants 1 and 2."""
     run = Run(on(LINE[name], 4), per_group=2)
-    assert_sharded_equals_whole(run, ranks4.run(train_sharded, run), train_whole(run), rtol=1e-5)
+    assert_sharded_equals_whole(run, ranks4.run(train_sharded, run, timeout=120), train_whole(run), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", GRID)
 def test_a_grid_of_four_ranks_equals_one_process(ranks4: RankPool, name: str) -> None:
     """Invariants 1 and 2."""
     run = Run(GRID[name], per_group=5)  # more than ranks: some own several
-    assert_sharded_equals_whole(run, ranks4.run(train_sharded, run), train_whole(run), rtol=1e-5)
+    assert_sharded_equals_whole(run, ranks4.run(train_sharded, run, timeout=120), train_whole(run), rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -177,7 +177,7 @@ def test_shards_equal_the_float64_oracles(ranks4: RankPool, layout: Layout) -> N
         for step in range(run.steps):
             reference.step(run.whole(step + 1, index))
         expected.append(reference.weight)
-    for rank, (coordinate, states) in enumerate(ranks4.run(train_sharded, run)):
+    for rank, (coordinate, states) in enumerate(ranks4.run(train_sharded, run, timeout=120)):
         for name, state, weight in zip(run.algorithms, states, expected, strict=True):
             part = layout.cut(weight, coordinate)
             error = float((state["weight"].double() - part).norm() / weight.norm())
