@@ -20,14 +20,14 @@ class DmuownError(Exception):
         self.subject = subject
         self.rule = rule
         self.remedy = remedy
-        super().__init__(f"{subject}: {rule}." + (f" {sentence(remedy)}" if remedy else ""))
+        super().__init__(f"{subject}: {rule}." + (f" {_sentence(remedy)}" if remedy else ""))
 
     def __reduce__(self) -> tuple[type[DmuownError], tuple[str, str, str]]:
         # The default reduction replays `args`, which holds the one formatted message.
         return type(self), (self.subject, self.rule, self.remedy)
 
 
-def sentence(remedy: str) -> str:
+def _sentence(remedy: str) -> str:
     """Return a remedy with the mark that ends it: a question mark where all it does is to ask what was meant."""
     asks = remedy.startswith("Did you mean ") and "? " not in remedy
     return remedy.rstrip(".") + ("?" if asks else ".")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dmuown.errors import DmuownError, sentence
+from dmuown.errors import DmuownError
 
 Severity = Literal["error", "warning"]
 
@@ -121,8 +121,8 @@ class Report:
         """One line per problem, `file:line: severity: key: rule. Remedy.`, and one that sums up."""
         for problem in (*self.errors, *self.warnings):
             place = self.path if problem.line is None else f"{self.path}:{problem.line}"
-            remedy = f" {sentence(problem.remedy)}" if problem.remedy else ""
-            yield f"{place}: {problem.severity}: {problem.key}: {problem.rule.rstrip('.')}.{remedy}"
+            message = DmuownError(problem.key, problem.rule.rstrip("."), problem.remedy)
+            yield f"{place}: {problem.severity}: {message}"
         counts = f"{_count(len(self.errors), 'error')}, {_count(len(self.warnings), 'warning')}"
         yield f"{self.path}: {counts}"
 
