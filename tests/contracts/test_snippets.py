@@ -15,7 +15,7 @@ import typer.main
 import yaml
 
 from dmuown.automodel.checks.sections import HEALTH
-from dmuown.automodel.optimizer_options import OPTIONS_BY_CONFIG
+from dmuown.automodel.dmuon_options import OPTIONS_BY_CONFIG
 from dmuown.cli import app
 from dmuown.policy import ParamPolicy
 from tests.contracts.snippets import PAGES, ROOT, Block, blocks, needs, parse, ranks, run_python

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from dmuown.automodel.dmuon_options import DMuonOptions
 from dmuown.automodel.host import require_host
 from dmuown.automodel.optimizer_options import (
     AngularMuownOptions,
-    DMuonOptions,
     MatrixOptions,
     MuonOptions,
     MuownOptions,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dmuown.automodel.checks.document import Document, read_document
-from dmuown.automodel.checks.optimizer import own_options
+from dmuown.automodel.dmuon_options import own_options
 from dmuown.automodel.grouping import group_parameters
 from dmuown.automodel.shapes import model_parameters, read_model_config
 from dmuown.checkpoint import convert_optimizer_state, get_optimizer_state_dict, read_checkpoint

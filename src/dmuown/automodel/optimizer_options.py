@@ -7,7 +7,6 @@ Importing this module imports neither the host nor transformers.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +16,11 @@ import torch
 
 from dmuown.automodel import options
 from dmuown.automodel.grouping import GroupingRules, Override, build_param_groups, count_matrices
-from dmuown.errors import MissingDependencyError, OptionError
+from dmuown.automodel.option_checks import check_as_group, parse_policy, precision_fields
+from dmuown.errors import OptionError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from dmuown.policy import ParamPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -42,81 +40,12 @@ _GROUPING_FIELDS = frozenset(
     }
 )
 
-PRECISION_FIELDS = ("param_dtype", "grad_dtype", "output_dtype", "cast_forward_inputs", "master_dtype", "optim_dtype")
-
-
-def parse_policy(value: Any) -> ParamPolicy | None:
-    """Return a `param_policy` as it stands in YAML, parsed; None stays None.
-
-    Raises:
-        OptionError: A bad policy; the subject starts with `param_policy`.
-    """
-    if value is None:
-        return None
-    from dmuown.policy import ParamPolicy
-
-    if isinstance(value, ParamPolicy):
-        return value
-    if not isinstance(value, str | Mapping):
-        raise OptionError(
-            "param_policy", f"must be a mapping, got {value!r}", "Write defaults: and overrides: below it"
-        )
-    try:
-        return ParamPolicy.model_validate(dict(value) if isinstance(value, Mapping) else value)
-    except OptionError as error:
-        subject = error.subject if error.subject.startswith("param_policy") else f"param_policy.{error.subject}"
-        raise OptionError(subject.rstrip("."), error.rule, error.remedy) from None
-
 
 def _override(key: str, value: Any) -> Override:
     """An entry of `param_group_overrides`: a mapping, or an object such as the host's ParamGroupOverride."""
     if not isinstance(value, Mapping) and hasattr(value, "pattern"):
         value = {name: getattr(value, name) for name in ("pattern", "lr_mult", "wd_mult")}
     return Override(**options.override(key, value))
-
-
-def check_as_group(optimizer_class: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> None:
-    """Check arguments by the rules of the optimizer itself: now rather than after the model is loaded.
-
-    The optimizer is not built: building any torch optimizer imports torch's compiler, seconds for a check.
-
-    Raises:
-        OptionError: What the optimizer would refuse.
-    """
-    from dmuown.engine.optimizer import MuonEngine
-    from dmuown.engine.options import check_names, complete_group
-    from dmuown.orthogonalize import resolve_orthogonalizer
-
-    class Collector(MuonEngine):
-        """Stands in the engine's place, below the optimizer's own constructor, and keeps what arrives."""
-
-        def __init__(self, params: Any, *, defaults: Mapping[str, Any], nonfinite: str = "", **others: Any) -> None:
-            self.arguments, self.nonfinite = dict(defaults), nonfinite
-
-    probe: Any = type("Probe", (optimizer_class, Collector), {})((), **arguments)
-    where = optimizer_class.__qualname__
-    options.choice(f"{where}: nonfinite", probe.nonfinite, ("raise", "skip", "propagate"))
-    defaults = {key: value for key, value in probe.arguments.items() if value is not None}
-    check_names(defaults, where)
-    # Matrices have no decay in AngularMuown, whose groups of other algorithms may have one.
-    group: dict[str, Any] = {"params": [], **defaults, "weight_decay": 0.0}
-    complete_group(group, where, defaults)
-    try:
-        resolve_orthogonalizer(group, torch.device("cpu"))
-    except OptionError as error:
-        raise OptionError(
-            f"{where}: {_GROUP_KEYS.get(error.subject, error.subject)}", error.rule, error.remedy
-        ) from None
-
-
-#: Group keys by the orthogonalizer's own names for them.
-_GROUP_KEYS = {"dtype": "ns_dtype", "steps": "ns_steps", "epsilon": "ns_epsilon", "norm": "ns_norm", "form": "ns_form"}
-
-
-def precision_fields(policy: ParamPolicy) -> list[str]:
-    """Return the precision fields that a policy sets, which only the ownership runtime obeys."""
-    given = {name for fields in (policy.defaults, *(rule.set for rule in policy.overrides)) for name in fields.given()}
-    return [name for name in PRECISION_FIELDS if name in given]
 
 
 @dataclass
@@ -229,8 +158,6 @@ class MatrixOptions:
                 "Add an override with regex",
             )
         self.use_triton = options.switch("use_triton", self.use_triton)
-        if self.use_triton and importlib.util.find_spec("triton") is None:
-            raise MissingDependencyError("use_triton", "needs Triton, which is not installed", "Set it to false")
         self.ns_steps = options.count("ns_steps", self.ns_steps)
         if self.ns_epsilon is not None:
             self.ns_epsilon = options.positive("ns_epsilon", self.ns_epsilon)
@@ -443,121 +370,6 @@ class AngularMuownOptions(MatrixOptions):
         return super().optimizer_options() | {"weight_decay": 0.0}
 
 
-#: Options that belong to some algorithms only; None leaves them to the algorithm.
-_ALGORITHM_FIELDS = (
-    "adjust_lr",
-    "adjust_lr_fn",
-    "cautious_wd",
-    "decay_degree",
-    "decay_scale",
-    "muon_beta2",
-    "muon_update_scale",
-    "normalization_epsilon",
-    "shape_scaling_type",
-    "use_gram_newton_schulz",
-    "use_polar_express",
-    "warmup_steps",
-)
-
-#: Routes of `DMuonConfig` where the YAML has no `param_policy`: by role, as the other configurations do it.
-DEFAULT_POLICY: Mapping[str, Any] = {
-    "defaults": {"route": "adamw"},
-    "overrides": [
-        {"role": ["matrix", "expert"], "set": {"route": "muon"}},
-        {"role": ["embedding", "head"], "set": {"route": "sharded_adamw"}},
-    ],
-}
-
-
-@dataclass
-class DMuonOptions(MatrixOptions):
-    """The ownership runtime with any algorithm: every parameter has one owner, which steps it whole.
-
-    Takes the options of the chosen algorithm's own configuration; what is left out is that one's default.
-
-    Attributes:
-        algorithm: "muown", "muon", "normuon", "normuown" or "angular_muown": steps what is on route `muon`.
-        param_policy: Route and precision of every parameter; see `dmuown.ParamPolicy`. Without one, matrices and
-            experts are on `muon`, embeddings and heads on `sharded_adamw`, the rest on `adamw`.
-        reshard_after_forward: Whether parameters are given up between forward and backward.
-        prefetch: Boundaries fetched ahead of the one that computes, >= 0.
-    """
-
-    algorithm: str = "muown"  # type: ignore[misc]
-    lr: float | None = None  # type: ignore[assignment]
-    nesterov: bool | None = None  # type: ignore[assignment]
-    ns_epsilon: float | None = None
-    reshard_after_forward: bool = True
-    prefetch: int = 1
-    adjust_lr: str | None = None
-    adjust_lr_fn: str | None = None
-    cautious_wd: bool | None = None
-    decay_degree: float | None = None
-    decay_scale: float | None = None
-    muon_beta2: float | None = None
-    muon_update_scale: float | None = None
-    normalization_epsilon: float | None = None
-    shape_scaling_type: str | None = None
-    use_gram_newton_schulz: bool | None = None
-    use_polar_express: bool | None = None
-    warmup_steps: int | None = None
-
-    def __post_init__(self) -> None:
-        self.algorithm = options.choice("algorithm", self.algorithm, tuple(OPTIONS_BY_ALGORITHM))
-        self.reshard_after_forward = options.switch("reshard_after_forward", self.reshard_after_forward)
-        self.prefetch = options.count_or_zero("prefetch", self.prefetch)
-        chosen = OPTIONS_BY_ALGORITHM[self.algorithm]
-        known = {entry.name for entry in dataclasses.fields(chosen)}
-        given = {}
-        for entry in dataclasses.fields(self):
-            value = getattr(self, entry.name)
-            if entry.name in ("algorithm", "reshard_after_forward", "prefetch"):
-                continue
-            if entry.name in _ALGORITHM_FIELDS and value is not None and entry.name not in known:
-                raise OptionError(entry.name, f"is no option of algorithm {self.algorithm!r}", "Leave it out")
-            if entry.name in known and (value is not None or entry.name not in _OPTIONAL_HERE):
-                given[entry.name] = value
-        if given.get("param_policy") is None:
-            given["param_policy"] = DEFAULT_POLICY
-        self.chosen: MatrixOptions = chosen(**given)
-        for name in given:
-            setattr(self, name, getattr(self.chosen, name))
-        self.lr = self.chosen.lr
-        # Dtypes of computation and of gradients' reduction; the host's parallelizer fills them in.
-        self.mixed_precision: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
-
-    def grouping_rules(self) -> GroupingRules:
-        """Return where each parameter goes, as the chosen algorithm's configuration does."""
-        return self.chosen.grouping_rules()
-
-    def optimizer_options(self) -> dict[str, Any]:
-        """Return the keyword arguments of the optimizer class, groups and mesh excepted."""
-        return self.chosen.optimizer_options()
-
-    def optimizer_class(self) -> type[torch.optim.Optimizer]:
-        """Return the optimizer class of the chosen algorithm."""
-        return self.chosen.optimizer_class()
-
-    def build(
-        self, model: torch.nn.Module, *, device_mesh: DeviceMesh | None = None, is_peft: bool = False
-    ) -> list[torch.optim.Optimizer]:
-        """Give every parameter of `model` an owner, and build the optimizer of what this rank owns.
-
-        Args:
-            model: The model with whole parameters, equal on all ranks.
-            device_mesh: Unused: all ranks are owners.
-            is_peft: Whether adapters are trained; nothing here depends on it.
-
-        Raises:
-            OptionError: The model is sharded already.
-        """
-        from dmuown.automodel.ownership import build_owned
-
-        return build_owned(self, model)
-
-
-_OPTIONAL_HERE = frozenset({*_ALGORITHM_FIELDS, "lr", "nesterov", "ns_epsilon"})
-
 OPTIONS_BY_ALGORITHM: Mapping[str, type[MatrixOptions]] = {
     "muown": MuownOptions,
     "muon": MuonOptions,
@@ -566,8 +378,3 @@ OPTIONS_BY_ALGORITHM: Mapping[str, type[MatrixOptions]] = {
     "angular_muown": AngularMuownOptions,
 }
 """Options by the name of the algorithm of matrices."""
-
-_ALL: tuple[type[MatrixOptions], ...] = (*OPTIONS_BY_ALGORITHM.values(), DMuonOptions)
-
-OPTIONS_BY_CONFIG: Mapping[str, type[MatrixOptions]] = {found.title(): found for found in _ALL}
-"""Options by the name of the configuration in `dmuown.automodel`."""

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from dmuown.automodel.dmuon_options import DMuonOptions
 from dmuown.automodel.grouping import build_param_groups
-from dmuown.automodel.optimizer_options import DMuonOptions
 from dmuown.errors import OptionError
 from dmuown.policy.schema import ParamPolicy, PolicyFields
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from dmuown.automodel.optimizer_options import DMuonOptions
+from dmuown.automodel.dmuon_options import DMuonOptions
 
 
 def extend(recipe_class: Any) -> Any:

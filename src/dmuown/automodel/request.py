@@ -14,10 +14,9 @@ from typing import Any
 
 import yaml
 
-from dmuown.automodel.optimizer_options import MatrixOptions
+from dmuown.automodel.dmuon_options import OPTIONS_BY_CONFIG, PACKAGE, own_options
 from dmuown.errors import CheckpointError, OptionError
-
-_OWN = "dmuown."
+from dmuown.policy.names import nearest
 
 
 @dataclass(frozen=True)
@@ -115,28 +114,17 @@ def check_optimizer(section: Any) -> None:
             "optimizer", "must be a section with a _target_", "Write _target_: dmuown.automodel.MuownConfig"
         )
     target: str = section["_target_"]
-    config_class = own_config(target)
-    if config_class is None:
-        if target.startswith(_OWN):
-            name = target.rpartition(".")[2].removesuffix("Config")
+    options_class = own_options(target)
+    if options_class is None:
+        if target.startswith("dmuown."):
+            name = target.rpartition(".")[2].removesuffix("Config") + "Config"
             raise OptionError(
                 "optimizer._target_",
                 f"must be a configuration class, got {target!r}: the host would hand it one flat list of parameters",
-                f"Write _target_: dmuown.automodel.{name}Config",
+                f"Write _target_: {PACKAGE}.{name}" if name in OPTIONS_BY_CONFIG else nearest(name, OPTIONS_BY_CONFIG),
             )
         return
-    config_class(**{key: value for key, value in section.items() if key != "_target_"})
-
-
-def own_config(target: str) -> type[MatrixOptions] | None:
-    """Return the configuration class of this package that a `_target_` names, or None."""
-    import dmuown.automodel
-
-    package, _, name = target.rpartition(".")
-    if package not in ("dmuown.automodel", "dmuown.automodel.configs"):
-        return None
-    found = getattr(dmuown.automodel, name, None)
-    return found if isinstance(found, type) and issubclass(found, MatrixOptions) else None
+    options_class(**{key: value for key, value in section.items() if key != "_target_"})
 
 
 def check_paths(request: Request) -> None:
@@ -194,8 +182,8 @@ def _algorithm(section: Any) -> str | None:
     target = section.get("_target_") if isinstance(section, Mapping) else None
     if not isinstance(target, str):
         return None
-    own = own_config(target)
-    return target if own is None else own.__name__
+    own = own_options(target)
+    return target if own is None else own.title()
 
 
 def _recipe(config: Mapping[str, Any]) -> str:

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from dmuown.automodel import cpu
+from dmuown.automodel.dmuon_options import own_options
 from dmuown.automodel.grouping import ELEMENTWISE, count_matrices
 from dmuown.automodel.progress import ProgressReport
 from dmuown.automodel.recipe import extend
-from dmuown.automodel.request import Request, own_config
+from dmuown.automodel.request import Request
 from dmuown.automodel.summary import RunSummary
 
 
@@ -38,7 +39,7 @@ def run(request: Request) -> RunSummary:
         if backend != "gloo" and _rank() == 0:
             print(f"without CUDA: dist_env.backend is gloo, not {backend}", flush=True)
         cfg.set_by_dotted("dist_env.backend", "gloo")
-    if own_config(str(request.get("optimizer._target_"))) and request.get("optimizer.nonfinite") is None:
+    if own_options(request.get("optimizer._target_")) and request.get("optimizer.nonfinite") is None:
         cfg.set_by_dotted("optimizer.nonfinite", "raise")
     module, _, name = request.recipe.rpartition(".")
     recipe = _reporting(extend(getattr(importlib.import_module(module), name)))(cfg)

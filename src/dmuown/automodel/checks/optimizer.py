@@ -13,19 +13,11 @@ from typing import Any
 from dmuown.automodel import options
 from dmuown.automodel.checks.document import Document
 from dmuown.automodel.checks.problems import Report
-from dmuown.automodel.optimizer_options import OPTIONS_BY_CONFIG, DMuonOptions, MatrixOptions, precision_fields
+from dmuown.automodel.dmuon_options import OPTIONS_BY_CONFIG, PACKAGE, DMuonOptions, own_options
+from dmuown.automodel.optimizer_options import MatrixOptions
+from dmuown.automodel.option_checks import precision_fields
 from dmuown.errors import DmuownError, OptionError
 from dmuown.policy.names import nearest
-
-PACKAGE = "dmuown.automodel"
-
-
-def own_options(target: object) -> type[MatrixOptions] | None:
-    """Return the options of the configuration of this package that a `_target_` names, or None."""
-    if not isinstance(target, str):
-        return None
-    package, _, name = target.rpartition(".")
-    return OPTIONS_BY_CONFIG.get(name) if package in (PACKAGE, f"{PACKAGE}.configs") else None
 
 
 def check_optimizer(document: Document, report: Report) -> MatrixOptions | None:
@@ -106,9 +98,7 @@ def _key_of(subject: str, given: Mapping[str, Any]) -> str | None:
         for candidate in (name, "betas" if name in ("beta1", "beta2") else name, *_aliases_of(name, ALIASES)):
             if candidate in given:
                 return candidate
-    words = {"dtype": "ns_dtype", "steps": "ns_steps", "epsilon": "ns_epsilon"}
-    found = words.get(subject.rpartition(":")[2].strip())
-    return found if found in given else None
+    return None
 
 
 def _aliases_of(name: str, aliases: Mapping[str, str]) -> list[str]:

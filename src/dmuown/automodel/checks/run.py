@@ -24,8 +24,9 @@ from dmuown.automodel.checks.sections import (
     TARGET_SECTIONS,
 )
 from dmuown.automodel.checks.targets import Target, describe, find_target, fits
+from dmuown.automodel.dmuon_options import DMuonOptions
 from dmuown.automodel.host import DISTRIBUTION, SUPPORTED, installed_version
-from dmuown.automodel.optimizer_options import DMuonOptions, MatrixOptions
+from dmuown.automodel.optimizer_options import MatrixOptions
 from dmuown.errors import OptionError
 from dmuown.policy.names import nearest
 
