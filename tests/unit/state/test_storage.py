@@ -205,6 +205,19 @@ def test_masters_follow_weights_that_were_loaded() -> None:
     assert torch.equal(fresh, param)
 
 
+def test_resyncing_takes_masters_from_the_weights_too() -> None:
+    param, optimizer = make("muown", torch.bfloat16, master_weights=True)
+    train(param, optimizer, range(2))
+    averaged = torch.randn(param.shape).bfloat16()
+    with torch.no_grad():
+        param.copy_(averaged)
+    optimizer.resync_magnitudes()
+    assert torch.equal(optimizer.state[param]["master_weight"].bfloat16(), averaged)
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(param, optimizer, range(1))
+    torch.testing.assert_close(param.detach(), averaged, rtol=2**-7, atol=0)
+
+
 def test_stochastic_rounding_is_exact_on_average() -> None:
     value = torch.full((200_000,), 1 + 2**-9)  # a quarter of the way from 1 to the next bf16 number
     rounded = working.round_stochastically(value)
