@@ -13,15 +13,26 @@ mlflow, comet):
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dmuown.automodel.dmuon_options import DMuonOptions
 
+if TYPE_CHECKING:
+    FinetuneRecipe: Any  # where `dmuown check` finds the name without importing the host
+
 
 def extend(recipe_class: Any) -> Any:
-    """Return a subclass of a recipe of the host; nothing changes where neither addition is configured."""
+    """Return a subclass of a recipe of the host; nothing changes where neither addition is configured.
+
+    A recipe that is extended already is returned as it is: `dmuown finetune` runs files written for the host's own
+    command too, and clipping and checkpoints must be wrapped once.
+    """
+    if getattr(recipe_class, "dmuown_extended", False):
+        return recipe_class
 
     class Extended(recipe_class):
+        dmuown_extended = True
+
         def setup(self) -> None:
             options = self.cfg.optimizer  # builds and checks the configuration, before any work
             self.dmuown_owned = isinstance(options, DMuonOptions)
