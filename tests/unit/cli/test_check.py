@@ -106,6 +106,18 @@ def test_sections_that_are_no_mappings_are_refused(value: object, tmp_path: Path
         assert any(problem.key == name for problem in report.errors), name
 
 
+def test_a_policy_that_leaves_vectors_on_muon_is_refused(tmp_path: Path) -> None:
+    recipe = load(next(file for file in SHIPPED if file.stem == "smollm2_muown"), tmp_path)
+    recipe["optimizer"]["param_policy"] = {"defaults": {"route": "muon"}}
+    (problem,) = checked(recipe, tmp_path).errors
+    assert problem.key == "optimizer.param_policy"
+    # The first that is trained: those of the blocks below are frozen.
+    assert problem.rule.startswith("model.layers.24.input_layernorm.weight is a vector on route 'muon'")
+    assert "'adamw'" in problem.remedy
+    recipe["optimizer"]["param_policy"]["overrides"] = [{"role": "norm", "set": {"route": "adamw"}}]
+    assert not checked(recipe, tmp_path).problems
+
+
 def test_world_size_must_divide(tmp_path: Path) -> None:
     recipe = load(SHIPPED[-1], tmp_path)
     recipe["distributed"]["tp_size"] = 3

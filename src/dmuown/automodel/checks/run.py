@@ -27,8 +27,9 @@ from dmuown.automodel.checks.targets import Target, describe, find_target, fits
 from dmuown.automodel.dmuon_options import DMuonOptions
 from dmuown.automodel.host import DISTRIBUTION, SUPPORTED, installed_version
 from dmuown.automodel.optimizer_options import MatrixOptions
-from dmuown.errors import OptionError
+from dmuown.errors import OptionError, ParameterError
 from dmuown.policy.names import nearest
+from dmuown.policy.roles import ParameterRole
 
 _REMEDIES = {
     "recipe": "Write recipe: TrainFinetuneRecipeForNextTokenPrediction",
@@ -86,6 +87,7 @@ def check_config(
     if not report.has_error("freeze_config"):
         model.check_frozen(document, report, parameters)
     _check_ownership(document, options, report)
+    _check_routes(document, options, parameters, report)
     relations.check_relations(document, report, options, world_size=world_size)
     if deep and not report.errors:
         from dmuown.automodel.checks.deep import check_with_host
@@ -104,6 +106,27 @@ def _check_ownership(document: Document, options: MatrixOptions | None, report: 
         check_sizes(section)
     except OptionError as error:
         report.raised(error)
+
+
+def _check_routes(
+    document: Document, options: MatrixOptions | None, parameters: Sequence[ParameterRole] | None, report: Report
+) -> None:
+    """Route the model's parameters as the run will: a policy that no parameter can obey is told here."""
+    if options is None or options.param_policy is None or parameters is None:
+        return
+    if document.get("peft") is not None or report.has_error("freeze_config"):
+        return  # what is trained is not known
+    from dmuown.automodel.grouping import group_parameters
+    from dmuown.automodel.planned.plan import trainable_flags
+
+    flags = trainable_flags(document, parameters)
+    trained = [entry for entry, flag in zip(parameters, flags, strict=True) if flag]
+    try:
+        with optimizer.quiet():
+            if trained:
+                group_parameters(trained, options.grouping_rules())
+    except ParameterError as error:
+        report.error("optimizer.param_policy", f"{error.subject} {error.rule}", error.remedy)
 
 
 def _check_host(report: Report) -> None:
