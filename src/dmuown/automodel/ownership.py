@@ -17,7 +17,7 @@ Hooks of the host, and what for:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,7 @@ def build_owned(options: DMuonOptions, model: nn.Module) -> list[torch.optim.Opt
         model,
         mesh,
         predicate=lambda name, parameter: True,
+        hook_boundary_predicate=adapter_boundaries(model),
         param_policy=policy,
         reshard_after_forward=options.reshard_after_forward,
         prefetch=options.prefetch,
@@ -113,6 +114,26 @@ def build_owned(options: DMuonOptions, model: nn.Module) -> list[torch.optim.Opt
     (groups,) = build_param_groups([model], options.grouping_rules())
     split = dedicated_param_groups(model, groups, algorithm=options.algorithm)
     return [options.optimizer_class()(split, **options.optimizer_options())]
+
+
+def adapter_boundaries(model: nn.Module) -> Callable[[nn.Module], bool] | None:
+    """Choose hook boundaries for a model with LoRA adapters; None, the runtime's own choice, for one without.
+
+    The host's adapted layer reads the weights of its `lora_A` and `lora_B` without calling them, so that outside of
+    repeated blocks, as in an output head, the layer is the boundary and not they.
+    """
+    adapted = {
+        id(child)
+        for module in model.modules()
+        if hasattr(module, "lora_A") and hasattr(module, "lora_B")
+        for child in module.children()
+    }
+    if not adapted:
+        return None
+    elements = {id(child) for module in model.modules() if isinstance(module, nn.ModuleList) for child in module}
+    inside = {id(module) for element in model.modules() if id(element) in elements for module in element.modules()}
+    chosen = elements | {id(module) for module in model.modules() if id(module) not in adapted | inside}
+    return lambda module: id(module) in chosen and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 def policy_with_precision(options: DMuonOptions) -> ParamPolicy:
