@@ -59,6 +59,7 @@ def make(
         "beta2": 0.95,
         "epsilon": 1e-8,
         "step": 3,
+        "use_triton": False,
         **algorithm.all_options(),
         **options,
     }
