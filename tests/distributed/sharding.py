@@ -117,9 +117,17 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
-@functools.lru_cache
 def build_mesh(ranks: Any, names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """A mesh of given ranks; kept, since every new one makes process groups that are never freed."""
+    """A mesh of given ranks; kept, since every new one makes process groups that are never freed.
+
+    Torch makes those groups with all ranks of the world, in one order: a mesh over a part of them, too, is built by
+    every rank.
+    """
+    return _kept_mesh(ranks, names)
+
+
+@functools.lru_cache
+def _kept_mesh(ranks: Any, names: tuple[str, ...] | None) -> DeviceMesh:
     return DeviceMesh(DEVICE, torch.tensor(ranks), mesh_dim_names=names)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.distributed.harness import RankPool, run_ranks
@@ -142,6 +143,21 @@ def test_eight_ranks_equal_one_process(shape: tuple[int, int]) -> None:
     """dion#74 and #83, AutoModel#2997: (18, D) and fewer rows than eight ranks leave tail ranks without any."""
     run = Run(on(Layout(shape, placements=("S0",)), 8), per_group=2)
     assert_sharded_equals_whole(run, run_ranks(8, train_sharded, run, timeout=120), train_whole(run), rtol=1e-5)
+
+
+def train_beside_other_groups(rank: int, world_size: int, run: Run) -> Any:
+    """Before the optimizer, ranks 0 and 2 share groups that the others know nothing of, as pipeline stages do."""
+    if rank in (0, 2):
+        for _ in range(3):
+            dist.new_group([0, 2], use_local_synchronization=True)
+    return train_sharded(rank, world_size, run)
+
+
+def test_ranks_may_know_unlike_numbers_of_groups() -> None:
+    """Torch names a group after the number of groups that each member knows: unlike names never find each other."""
+    run = Run(GRID["FSDP x row-wise TP, uneven"], ("muown", "normuon"))
+    results = run_ranks(4, train_beside_other_groups, run)
+    assert_sharded_equals_whole(run, results, train_whole(run), rtol=1e-5)
 
 
 # ---------------------------------------------------------------------- against the equations

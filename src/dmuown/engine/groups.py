@@ -6,9 +6,11 @@ group; several together (tensor parallel x FSDP) need one more, made once and sh
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -122,10 +124,35 @@ def _group_of(ranks: tuple[int, ...], backend: str | None) -> dist.ProcessGroup:
     groups = _made.now().groups
     key = (backend, tuple(sorted(ranks)))
     if key not in groups:
-        made = dist.new_group(list(key[1]), backend=backend, timeout=_timeout(), use_local_synchronization=True)
+        with _same_name_on(key[1], backend):
+            made = dist.new_group(list(key[1]), backend=backend, timeout=_timeout(), use_local_synchronization=True)
         assert isinstance(made, dist.ProcessGroup)
         groups[key] = made
     return groups[key]
+
+
+@contextlib.contextmanager
+def _same_name_on(ranks: tuple[int, ...], backend: str | None) -> Iterator[None]:
+    """Let the ranks of a new group give it one name, whatever other groups each of them has.
+
+    Torch names a group that only its members make after its ranks and the number of groups that the
+    member knows. Members of unlike numbers (pipeline stages, groups of somebody else's) would each
+    wait for a group of another name. So they tell each other their numbers, through the store, and
+    all count up to the largest.
+    """
+    known: dict[Any, Any] = dist.distributed_c10d._world.pg_names
+    store = dist.distributed_c10d._get_default_store()
+    prefix = f"dmuown/groups/{backend}/{','.join(map(str, ranks))}"
+    store.set(f"{prefix}/{dist.get_rank()}", str(len(known)))
+    most = max(int(store.get(f"{prefix}/{rank}")) for rank in ranks)
+    placeholders = [object() for _ in range(most - len(known))]
+    for number, placeholder in enumerate(placeholders):
+        known[placeholder] = f"{prefix}/{number}"
+    try:
+        yield
+    finally:
+        for placeholder in placeholders:
+            del known[placeholder]
 
 
 def _timeout() -> timedelta | None:
