@@ -42,6 +42,13 @@ def test_files_are_readable_in_one_sitting() -> None:
     assert not {name: length for name, length in long.items() if length > LIMIT}
 
 
+def test_no_kernel_is_tuned_at_run_time() -> None:
+    """dion#58: tuning ran out of memory where eight ranks tuned at once, and chose a kernel that made NaN."""
+    sources = [path for path in (ROOT / "src").rglob("*.py") if "triton" in path.read_text()]
+    assert len(sources) > 3
+    assert not [path.name for path in sources if re.search(r"\bautotune\b|\bdo_bench", path.read_text())]
+
+
 def test_no_file_names_somebodys_machine() -> None:
     found = []
     for path in tracked_files():

@@ -315,6 +315,32 @@ class MuonEngine(_MuonBase):
         rows.refresh_masters(self._records, self.state)
         self._rows_unverified = False
 
+    @torch.no_grad()
+    def reset_state(self, params: Iterable[Tensor] | None = None) -> None:
+        """Start parameters afresh, in place: as if the optimizer had just been built with their present weights.
+
+        For weights that are given to a new use, such as an adapter's slot: what their old use left in momentum,
+        variances and step counters would move them. Call it on every rank. Groups, and with them the learning
+        rate and the count of steps that schedules go by, stay as they are.
+
+        Args:
+            params: Parameters of this optimizer; None for all.
+
+        Raises:
+            ParameterError: A parameter that this optimizer does not hold; nothing has been changed then.
+        """
+        chosen = list(self._record_of if params is None else params)
+        for index, param in enumerate(chosen):
+            if param not in self._record_of:
+                raise ParameterError(f"params[{index}]", "is not a parameter of this optimizer")
+        for param in chosen:
+            record = self._record_of[param]
+            fresh: dict[str, Any] = {}
+            add_missing_buffers(fresh, record, self.param_groups[record.group_index])
+            for key, value in fresh.items():
+                local_tensor(self.state[param][key]).copy_(local_tensor(value))
+        rows.initialize(self._plan_now(), self.state, set(chosen))
+
     def _verify_rows(self, plan: Plan) -> None:
         if self._rows_unverified:
             rows.verify(plan, self.state, self.param_groups)

@@ -53,7 +53,7 @@ def update_whole(chunk: Chunk, state: State, gradients: Mapping[Tensor, Tensor])
             loaded = working.load(local_tensor(stored))
             values[key].append(loaded if spec.like == "scalar" else present(loaded, stored, layout))
     if working.in_flight:
-        yield
+        yield  # the same on every rank: it follows from the group's options
     working.wait()
     options = _options_for(algorithm.foreach_update if _batched(chunk) else algorithm.update, chunk.group)
     ratio = torch.full((), lr_ratio(layout.m, layout.n), dtype=torch.float32, device=working.device)

@@ -186,6 +186,18 @@ def test_a_failed_write_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: p
     assert dmuown.load_checkpoint(tmp_path / "c", model, optimizer) == {"steps": 1}
 
 
+def test_two_checkpoints_share_no_file(tmp_path: Path) -> None:
+    """Megatron-Bridge#2307: a second save overwrote what the first one kept outside of its folder."""
+    model, optimizer, scheduler = trained(1)
+    dmuown.save_checkpoint(tmp_path / "first", model, optimizer)
+    kept = [value.clone() for value in tensors(model, optimizer)]
+    train(model, optimizer, scheduler, range(1, 3))
+    dmuown.save_checkpoint(tmp_path / "second", model, optimizer)
+    dmuown.load_checkpoint(tmp_path / "first", model, optimizer)
+    assert_same(kept, tensors(model, optimizer))
+    assert {path.name for path in tmp_path.iterdir()} == {"first", "second"}
+
+
 def test_extra_takes_plain_values_only(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"extra\.a: is a PosixPath, not a plain"):
         dmuown.save_checkpoint(tmp_path / "c", extra={"a": Path("b")})

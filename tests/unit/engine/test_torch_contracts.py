@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import dmuown
-from dmuown.errors import CheckpointError
+from dmuown.errors import CheckpointError, ParameterError
 
 OPTIMIZERS = [dmuown.Muon, dmuown.NorMuon, dmuown.Muown, dmuown.NorMuown, dmuown.AngularMuown]
 
@@ -244,3 +244,38 @@ def test_groups_of_another_algorithm_keep_that_algorithms_defaults() -> None:
     muon, muown = optimizer.param_groups
     assert (muon["nesterov"], muon["scheme"], muon["adjust_lr"]) == (False, "polar_express", "spectral_norm")
     assert (muown["nesterov"], muown["scheme"], muown["lr"]) == (True, "newton_schulz", 0.5)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_reset_parameter_goes_on_as_if_just_built(optimizer: Callable[..., Any], precision: str) -> None:
+    """miles#1761: an adapter's slot given to a new use must not inherit the momentum of the old one."""
+    model, used = build(optimizer, weight_decay=0.0, state_precision=precision)
+    train(model, used, range(3))
+    storage = [value.data_ptr() for state in used.state.values() for value in state.values()]
+    twin = copy.deepcopy(model)
+    names = [record.name for record in used.records]
+    built = build(optimizer, weight_decay=0.0, state_precision=precision)[1].__class__(
+        [
+            {**group, "params": [(name, dict(twin.named_parameters())[name]) for name in group["param_names"]]}
+            for group in used.state_dict()["param_groups"]
+        ],
+        lr=0.02,
+    )
+    kept = {name: used.state[dict(model.named_parameters())[name]] for name in names}
+    before = {name: {key: value.clone() for key, value in state.items()} for name, state in kept.items()}
+    used.reset_state([model[0].weight, model[0].bias])
+    for key, value in kept["2.weight"].items():
+        assert torch.equal(value, before["2.weight"][key])
+    used.reset_state()
+    assert train(model, used, range(3, 6)) == train(twin, built, range(3, 6))
+    assert storage == [value.data_ptr() for state in used.state.values() for value in state.values()]
+
+
+def test_resetting_a_stranger_is_refused_and_changes_nothing() -> None:
+    model, optimizer = build(dmuown.Muown)
+    train(model, optimizer, range(2))
+    before = optimizer.state[model[0].weight]["momentum"].clone()
+    with pytest.raises(ParameterError, match=r"params\[1\]: is not a parameter of this optimizer"):
+        optimizer.reset_state([model[0].weight, nn.Parameter(torch.ones(2, 2))])
+    assert torch.equal(optimizer.state[model[0].weight]["momentum"], before)

@@ -190,6 +190,19 @@ def test_what_no_kernel_covers_is_left_to_the_phases() -> None:
     assert fused.before(algorithm, batch, torch.float32) is None
 
 
+class Wrapped(Tensor):
+    """A tensor whose storage is its own affair, as an MXFP8 wrapper's is."""
+
+
+@pytest.mark.parametrize("operand", ["weights", "gradients", "momentum", "magnitude"])
+def test_the_storage_of_a_subclass_is_left_to_its_own_operations(operand: str) -> None:
+    """dion#84: a kernel on raw pointers read a wrapper's storage as if it were the tensor's own, and wrote there."""
+    algorithm, batch = make("muown", (1, 4, 6))
+    tensors = getattr(batch, operand, None) or batch.state[operand]
+    tensors[1] = tensors[1].as_subclass(Wrapped)
+    assert fused.before(algorithm, batch, torch.float32) is None
+
+
 def test_a_row_of_one_element_has_no_direction_to_learn() -> None:
     algorithm, batch = make("muown", (1, 6, 1))
     for weight, magnitude, momentum in zip(
