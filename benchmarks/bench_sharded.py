@@ -1,91 +1,121 @@
-"""One optimizer step on sharded parameters: torchrun --nproc-per-node N benchmarks/bench_sharded.py
+"""One optimizer step on several cards, FSDP2's Shard(0), beside torch's AdamW and Dion where it is importable.
 
-Every rank measures; rank 0 reports the slowest rank's median. FSDP2's layout: Shard(0) of every parameter over all
-ranks. NCCL on CUDA, gloo with small shapes on CPU.
+    torchrun --standalone --nproc-per-node 2 benchmarks/bench_sharded.py --output sharded.json
+
+Shapes and floor as `bench_step.py`; the floor's arithmetic is divided by the ranks. Times are the slowest rank's.
+Bytes are what the plan says that this rank sends, and what the exchange counted.
 """
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import os
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from bench_step import small_layer
-from harness import Report, default_device, measure, peak_memory
-from shapes import LLAMA_1B_LAYER, LLAMA_1B_LAYERS
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from bench_step import builders, dion, floor_ms, parameters, state_gib
+from harness import Report, Timing, ceilings, measure, peak_memory
+from shapes import LLAMA_1B_LAYERS
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn import Parameter
 
 import dmuown
 
 
-def parameters(device: torch.device, layers: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """(matrices, vectors), sharded along their first axis, with gradients."""
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    layer = LLAMA_1B_LAYER if device.type == "cuda" else small_layer()
-    generator = torch.Generator(device=device).manual_seed(0)
+def shard(params: list[Parameter], mesh: DeviceMesh) -> list[Parameter]:
+    """The same parameters and gradients as DTensors, Shard(0)."""
+    sharded = []
+    for param in params:
+        made = Parameter(distribute_tensor(param.detach(), mesh, [Shard(0)]))
+        assert param.grad is not None
+        made.grad = distribute_tensor(param.grad, mesh, [Shard(0)])
+        sharded.append(made)
+    return sharded
 
-    def one(*shape: int) -> nn.Parameter:
-        def sharded() -> DTensor:
-            return distribute_tensor(torch.randn(*shape, device=device, generator=generator), mesh, [Shard(0)])
 
-        parameter = nn.Parameter(sharded())
-        parameter.grad = sharded()
-        return parameter
-
-    matrices = [one(*shape) for _ in range(layers) for shape in layer.values()]
-    return matrices, [one(next(iter(layer.values()))[1]) for _ in range(layers)]
+def slowest(timing: Timing, device: torch.device) -> Timing:
+    """Per field, the largest over ranks."""
+    values = torch.tensor([timing.median, timing.low, timing.high, timing.host], device=device)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return Timing(*values.tolist())
 
 
 def main() -> None:
-    """Run and report."""
+    """Run and report from rank 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", help="JSON file")
+    parser.add_argument("--only", default="", help="comma-separated substrings of the names to run")
     parser.add_argument("--layers", type=int, default=LLAMA_1B_LAYERS)
     arguments = parser.parse_args()
-    device = default_device()
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    rank = dist.get_rank()
-    if device.type == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-        device = torch.device("cuda", torch.cuda.current_device())
-    layers = arguments.layers if device.type == "cuda" else 1
-    report = Report("sharded", device, path=arguments.output, ranks=dist.get_world_size()) if rank == 0 else None
-    kinds: dict[str, Any] = {
-        "torch AdamW": None,
-        "dmuown Muown": dmuown.Muown,
-        "dmuown Muon": dmuown.Muon,
-        "dmuown NorMuon": dmuown.NorMuon,
-    }
-    for name, kind in kinds.items():
-        matrices, vectors = parameters(device, layers)
-        if kind is None:
-            optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-                [*matrices, *vectors], lr=1e-3, fused=device.type == "cuda"
-            )
-        else:
-            optimizer = kind([{"params": matrices}, {"params": vectors, "algorithm": "adamw"}], lr=1e-3)
-        timing = measure(optimizer.step, device, repeats=10, seconds=60.0)
-        slowest = torch.tensor([timing.median, timing.host, peak_memory(optimizer.step, device)], device=device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        if report is not None:
-            median, host, memory = slowest.tolist()
-            sent = getattr(optimizer, "exchange_count", None)
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    world_size, first = dist.get_world_size(), dist.get_rank() == 0
+    mesh = init_device_mesh(device.type, (world_size,))
+    layers = arguments.layers if cuda else 1
+    report = Report("sharded", device, path=arguments.output if first else None, layers=layers, ranks=world_size)
+    found = {name: build for name, build in builders().items() if "batch_size" not in name}
+    for name in [name for name in found if name.startswith("dion")]:
+        kind, _, flag = name.removeprefix("dion ").partition(" ")
+        option = {"triton": "use_triton", "gram": "use_gram_newton_schulz"}[flag]
+        found[name] = dion(kind, distributed_mesh=mesh, **{option: True})
+    wanted = [part for part in arguments.only.split(",") if part]
+    for name, build in found.items():
+        if wanted and not any(part in name for part in wanted):
+            continue
+        whole_matrices, whole_vectors = parameters(device, layers, torch.float32)
+        rates = ceilings(device)
+        floor = floor_ms(whole_matrices, rates) / world_size
+        matrices, vectors = shard(whole_matrices, mesh), shard(whole_vectors, mesh)
+        del whole_matrices, whole_vectors
+        try:
+            optimizers = build(matrices, vectors)
+
+            def step(optimizers: list[torch.optim.Optimizer] = optimizers) -> None:
+                for optimizer in optimizers:
+                    optimizer.step()
+
+            for _ in range(3):
+                step()
+            timing = slowest(measure(step, device, repeats=10, seconds=1e9), device)
+            memory = peak_memory(step, device)
+        except Exception as reason:  # a peer that does not run here is a row of its own, not the end of the run
+            if first:
+                report.add(name=name, failed=f"{type(reason).__name__}: {reason}"[:200])
+            continue
+        sent = _sent(optimizers, step)
+        if first:
             report.add(
                 name=name,
-                step_ms=median,
-                host_ms=host,
+                step=timing,
+                floor_ms=floor,
+                ratio=timing.median / floor,
                 temporary_gib=memory,
-                sent_mib_a_step=0.0
-                if sent is None
-                else sent.bytes_sent / 2**20 / max(1, optimizer.param_groups[0]["step"]),
+                state_gib=state_gib(optimizers),
+                peak_tflops=rates.matmul_tflops,
+                copy_tbps=rates.copy_tbps,
+                **sent,
             )
-        del optimizer, matrices, vectors
-    if report is not None:
+        assert isinstance(matrices[0], DTensor)
+        del optimizers, matrices, vectors
+    if first:
         report.write()
     dist.destroy_process_group()
+
+
+def _sent(optimizers: list[torch.optim.Optimizer], step: Callable[[], None]) -> dict[str, int]:
+    """Collectives and bytes of one more step, as our exchange counts them."""
+    optimizer = optimizers[0]
+    if not isinstance(optimizer, dmuown.Muon | dmuown.Muown | dmuown.AngularMuown):
+        return {}
+    before = optimizer.exchange_count.bytes_sent, optimizer.exchange_count.all_to_alls
+    step()
+    after = optimizer.exchange_count
+    return {"bytes_sent": after.bytes_sent - before[0], "all_to_alls": after.all_to_alls - before[1]}
 
 
 if __name__ == "__main__":
