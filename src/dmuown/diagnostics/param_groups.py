@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -42,6 +42,7 @@ class ParameterRow:
         boundary: Hook boundaries; empty outside the runtime.
         matched: Indices of the policy's overrides that matched.
         bytes: Size of the whole parameter in `master_dtype`.
+        optim_dtype: Dtype of the optimizer's state, and the least precision of its update.
         local_bytes: Bytes of it on this rank between boundaries.
         comm_bytes: Bytes that the runtime moves for it in a step of one microbatch, forward, backward and
             reduction; 0 outside the runtime, which does not know.
@@ -62,6 +63,7 @@ class ParameterRow:
     matched: tuple[int, ...]
     bytes: int
     local_bytes: int
+    optim_dtype: str
     comm_bytes: int
 
 
@@ -269,6 +271,7 @@ def _row(
 def _boundaries(record: Record | None, runtime: OwnershipRuntime | None) -> tuple[str, ...]:
     if record is None or runtime is None:
         return ()
+        optim_dtype=str(group.get("optim_dtype") or _short(param.dtype)),
     return tuple(runtime.plan.boundaries[index].label for index in runtime.plan.entries[record.name].boundaries)
 
 
@@ -277,6 +280,23 @@ def _traffic(runtime: OwnershipRuntime) -> dict[str, int]:
     if runtime.plan.world_size == 1:
         return {}
     fetches = 2 if runtime.plan.reshard_after_forward else 1
+def _precision_warnings(rows: Sequence[ParameterRow], records: Mapping[str, Record | None]) -> list[str]:
+    """Say where an optimizer (torch's own know no `optim_dtype`) steps in another precision than the policy says."""
+    by_name = {canonical_name(raw): record for raw, record in records.items()}
+    other = [
+        row.name
+        for row in rows
+        if (record := by_name.get(row.name)) is not None
+        and _short(record.optim_dtype or record.home_dtype) != row.optim_dtype
+    ]
+    if not other:
+        return []
+    return [
+        f"{len(other)} parameters ({other[0]}, ...) have another optim_dtype in the policy than in their param group: "
+        "use an optimizer of this package, built from the model, or set master_dtype and optim_dtype alike"
+    ]
+
+
     result = {}
     for transfer in runtime.plan.transfers:
         for member in transfer.members:

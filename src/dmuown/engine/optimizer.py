@@ -26,7 +26,14 @@ from dmuown.engine.layout import local_tensor
 from dmuown.engine.options import check_names, complete_group, prefer_aliases
 from dmuown.engine.plan import Bucket
 from dmuown.engine.planning import OFFLOAD_BATCH_SIZE, Chunk, Plan, load_elementwise, make_plan
-from dmuown.engine.records import ParamRecord, as_groups, make_records, named_tensors, warn_of_narrow_storage
+from dmuown.engine.records import (
+    ParamRecord,
+    as_groups,
+    make_records,
+    named_tensors,
+    split_by_optim_dtype,
+    warn_of_narrow_storage,
+)
 from dmuown.engine.state import add_missing_buffers
 from dmuown.engine.whole import update_whole
 from dmuown.errors import OptionError, OptionTypeError, ParameterError
@@ -94,7 +101,7 @@ class MuonEngine(_MuonBase):
 
             # A dedicated model: this rank steps what it owns, whole matrices and shards alike.
             params = dedicated_param_groups(params, algorithm=str(self._class_defaults["algorithm"]))
-        groups = as_groups(params)
+        groups = split_by_optim_dtype(as_groups(params))
         probe = {"params": [], **self._class_defaults}
         complete_group(probe, public_name, self._class_defaults)
         super().__init__(

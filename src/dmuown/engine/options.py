@@ -16,7 +16,7 @@ from dmuown.algorithms import Algorithm, MuonAlgorithm, get_algorithm, loaded_al
 from dmuown.engine.state_version import STATE_VERSION
 from dmuown.errors import MissingDependencyError, OptionError
 from dmuown.orthogonalize import resolve_orthogonalizer
-from dmuown.state.spec import PRECISIONS
+from dmuown.state.spec import OPTIM_DTYPES, PRECISIONS
 
 #: Other libraries' names for the same option.
 ALIASES = {
@@ -63,6 +63,7 @@ COMMON_OPTIONS: dict[str, Any] = {
     "maximize": False,
     "foreach": None,
     "state_precision": None,
+    "optim_dtype": None,
     "offload_state": False,
     "master_weights": False,
     "stochastic_rounding": False,
@@ -82,6 +83,7 @@ RUN_LEVEL_OPTIONS = (
     "foreach_adam",
     "maximize",
     "state_precision",
+    "optim_dtype",
     "offload_state",
     "master_weights",
     "stochastic_rounding",
@@ -321,7 +323,7 @@ _FLAGS = (
 )
 
 
-def _validate_storage(group: Mapping[str, Any], where: str) -> None:
+def _validate_storage(group: dict[str, Any], where: str) -> None:
     precision = group.get("state_precision")
     if precision is not None and precision not in PRECISIONS:
         near = difflib.get_close_matches(str(precision), PRECISIONS, n=1)
@@ -344,6 +346,19 @@ _AT_LEAST_ZERO: Check = ("finite and >= 0", lambda value: 0 <= value < math.inf)
 _UNIT: Check = ("in [0, 1)", lambda value: 0 <= value < 1)
 _POSITIVE: Check = ("finite and > 0", lambda value: 0 < value < math.inf)
 
+    if group.get("optim_dtype") is None:
+        return
+    group["optim_dtype"] = name = str(group["optim_dtype"]).removeprefix("torch.")
+    if name not in OPTIM_DTYPES:
+        near = difflib.get_close_matches(name, OPTIM_DTYPES, n=1)
+        raise OptionError(
+            f"{where}: optim_dtype",
+            f"must be None or one of {', '.join(OPTIM_DTYPES)}, got {name!r}",
+            f"Did you mean {near[0]!r}" if near else "",
+        )
+    for key in ("master_weights", "stochastic_rounding"):
+        if group.get(key) and name != "float32":
+            raise OptionError(f"{where}: {key}", f"computes in float32 and excludes optim_dtype {name}", "Drop one")
 _NUMBER_RULES: dict[str, Check] = {
     "lr": _AT_LEAST_ZERO,
     "weight_decay": _AT_LEAST_ZERO,

@@ -20,7 +20,7 @@ from dmuown.engine.records import ParamRecord
 from dmuown.errors import PlanMismatchError
 from dmuown.orthogonalize import resolve_orthogonalizer
 from dmuown.state.lowbit import is_low_bit
-from dmuown.state.spec import MASTER_WEIGHT
+from dmuown.state.spec import MASTER_WEIGHT, OPTIM_DTYPES
 from dmuown.state.working import WorkingSet, compute_device
 
 #: Matrices at once where state comes from the host and the group sets no `batch_size`.
@@ -95,14 +95,19 @@ class Chunk:
 
 
 def load_weight(param: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], working: WorkingSet) -> Tensor:
-    """The local weight to work on: the parameter itself, its fp32 master, or a copy on the compute device."""
+    """The local weight to work on: the parameter itself, its fp32 master, or a copy.
+
+    A copy where the parameter is not on the compute device, or where the group's `optim_dtype` is wider: updates
+    compute in the wider of the two, and the result is rounded to the parameter.
+    """
     local = local_tensor(param).detach()
     if MASTER_WEIGHT in state:
         master = working.load(local_tensor(state[MASTER_WEIGHT]))
         working.mirror(local, master)
         return master
     stochastic = group["stochastic_rounding"] and local.dtype == torch.bfloat16
-    return working.load(local, dtype=torch.float32 if stochastic else None, stochastic=stochastic)
+    wide = torch.promote_types(local.dtype, OPTIM_DTYPES[group["optim_dtype"]]) if group["optim_dtype"] else None
+    return working.load(local, dtype=torch.float32 if stochastic else wide, stochastic=stochastic)
 
 
 def load_elementwise(

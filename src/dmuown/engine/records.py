@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from dmuown.algorithms import Algorithm, MuonAlgorithm, get_algorithm
 from dmuown.engine.layout import MatrixLayout
-from dmuown.errors import LayoutError, OptionError, OptionTypeError, ParameterError
+from dmuown.errors import LayoutError, OptionError, OptionTypeError, OwnershipError, ParameterError
 from dmuown.orthogonalize import Blocks, blocks_from_heads, grouped_blocks, interleaved_blocks, select_backend
 from dmuown.ownership.away import AwayParameter
+from dmuown.ownership.record import record_of
 from dmuown.state import BufferSpec
 from dmuown.state.spec import MASTER, MASTER_WEIGHT
 
@@ -115,6 +116,7 @@ def make_records(
             continue  # another rank owns it: that one holds its state and steps it
         name = names[position] if names else f"param group {group_index}, parameter {position}"
         _check_tensor(tensor, name)
+        _check_dedicated(tensor, group)
         if group["stochastic_rounding"] and tensor.dtype == torch.float16:
             raise ParameterError(
                 name, "is float16, which stochastic rounding is not for", "Use bfloat16, or master_weights=True"
@@ -166,6 +168,46 @@ def _check_tensor(tensor: Tensor, name: str) -> None:
         raise LayoutError(name, "this rank is not in the parameter's mesh", "Build the optimizer on its ranks")
     if not (tensor.is_leaf or tensor.retains_grad):
         raise ParameterError(name, "is not a leaf tensor", "Pass the parameter itself, not a result computed from it")
+
+
+def split_by_optim_dtype(groups: Iterable[Any]) -> list[Any]:
+    """Split groups of dedicated parameters whose policies ask for an `optim_dtype` unlike their own dtype.
+
+    Groups that name one, and groups of which no parameter needs one, stay as they are.
+    """
+    result: list[Any] = []
+    for group in groups:
+        if not isinstance(group, dict) or "params" not in group or group.get("optim_dtype") is not None:
+            result.append(group)
+            continue
+        single = isinstance(group["params"], (Tensor, set, frozenset))
+        items = group["params"] if single else list(group["params"])
+        pieces: dict[torch.dtype | None, list[int]] = {}
+        for index, item in enumerate([] if single else items):
+            record = record_of(item[1] if isinstance(item, tuple) else item)
+            pieces.setdefault(record.optim_dtype if record is not None else None, []).append(index)
+        if not pieces.keys() - {None}:
+            result.append({**group, "params": items})
+            continue
+        names = group.get("param_names")
+        for dtype, indices in pieces.items():
+            piece = {**group, "params": [items[index] for index in indices], "optim_dtype": dtype}
+            if names is not None:
+                piece["param_names"] = [names[index] for index in indices]
+            result.append(piece)
+    return result
+
+
+def _check_dedicated(tensor: Tensor, group: Mapping[str, Any]) -> None:
+    """Refuse to step a dedicated parameter in another precision than its policy says."""
+    record = record_of(tensor)
+    if record is not None and record.optim_dtype is not None and group["optim_dtype"] is None:
+        raise OwnershipError(
+            record.name,
+            f"has optim_dtype {record.optim_dtype} by its policy and is stored in {record.home_dtype}, but its group "
+            "sets no optim_dtype",
+            "Set it in the group, or build the optimizer from the model, which does",
+        )
 
 
 def _blocks(layout: MatrixLayout, group: Mapping[str, Any], name: str) -> Blocks:

@@ -113,7 +113,7 @@ def dedicate_params(
         found.modules,
         Link(group.group, group.rank, group.ranks),
         prefetch=prefetch,
-        warnings=resolution.warnings + _precision_warnings(records),
+        warnings=resolution.warnings,
     )
     _attach(model, runtime, casts)
     register(model, runtime)
@@ -393,16 +393,6 @@ def _attach(model: nn.Module, runtime: OwnershipRuntime, casts: Sequence[Casts])
             holders.setdefault(id(module), (module, {}))[1][attribute] = record
     for module, attributes in holders.values():
         attach_state(module, attributes)
-
-
-def _precision_warnings(records: Mapping[str, Record]) -> list[str]:
-    narrow = [name for name, record in records.items() if record.route.optim_dtype not in (None, record.home_dtype)]
-    if not narrow:
-        return []
-    return [
-        f"{len(narrow)} parameters ({narrow[0]}, ...) have another optim_dtype than their master_dtype: optimizers "
-        "update in the dtype of what they step, unless they keep master weights"
-    ]
 
 
 def _listed(dtypes: set[torch.dtype]) -> str:

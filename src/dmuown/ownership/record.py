@@ -114,6 +114,19 @@ class Record:
         """Device of the data, also where there is none."""
         return self.home.device
 
+    @property
+    def optim_dtype(self) -> torch.dtype | None:
+        """Dtype of the optimizer's state; None where it is the home's own."""
+        wanted = self.route.optim_dtype
+        return None if wanted == self.home_dtype else wanted
+
+    @property
+    def home_grad_dtype(self) -> torch.dtype:
+        """Dtype of the home's gradient: the reduction's where both it and the optimizer are wider than the home."""
+        if torch.promote_types(self.home_dtype, self.optim_dtype or self.home_dtype) == self.home_dtype:
+            return self.home_dtype
+        return torch.promote_types(self.home_dtype, self.grad_dtype)
+
     def local_home(self) -> Tensor:
         """Return this rank's data as a plain tensor: the whole, or the shard; only where `owned`."""
         with torch.inference_mode(False), torch.no_grad():
@@ -128,6 +141,8 @@ class Record:
     def mark(self) -> None:
         """Attach this record to its home, where `record_of` finds it."""
         setattr(self.home, _ATTRIBUTE, self)
+        if self.home_grad_dtype != self.home_dtype:
+            self.home.grad_dtype = self.home_grad_dtype
 
     def convert(self, function: Callable[[Tensor], Tensor]) -> None:
         """Apply what `nn.Module._apply` applies to parameters: moves between devices.

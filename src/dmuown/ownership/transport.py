@@ -346,12 +346,12 @@ def _deposit(record: Record, average: Tensor) -> None:
     home = record.home
     if isinstance(home, DTensor):
         local = home.to_local()
-        grad: Tensor = average.narrow(0, 0, local.numel()).view(local.shape).to(home.dtype)
+        grad: Tensor = average.narrow(0, 0, local.numel()).view(local.shape).to(record.home_grad_dtype)
         grad = DTensor.from_local(
             grad, home.device_mesh, home.placements, run_check=False, shape=home.shape, stride=home.stride()
         )
     else:
-        grad = average.view(record.local_shape).to(home.dtype)
+        grad = average.view(record.local_shape).to(record.home_grad_dtype)
     if home.grad is None:
         home.grad = grad
     else:

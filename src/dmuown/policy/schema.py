@@ -129,7 +129,8 @@ class PolicyFields(_Strict):
         output_dtype: Floating-point outputs of the hook boundary are cast to it; None leaves them.
         cast_forward_inputs: Whether floating-point inputs of the hook boundary are cast to `param_dtype`.
         master_dtype: Dtype of the stored parameter that the optimizer updates; None keeps its own.
-        optim_dtype: Dtype of the update's arithmetic and state; None follows `master_dtype`.
+        optim_dtype: Dtype of the optimizer's state; weights are updated in the wider of it and `master_dtype`,
+            and rounded to `master_dtype`. None follows `master_dtype`. Numbers per row stay float32.
     """
 
     route: str | None = None

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from dmuown.state import lowbit
-from dmuown.state.spec import PRECISIONS, BufferSpec
+from dmuown.state.spec import OPTIM_DTYPES, PRECISIONS, BufferSpec
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +79,8 @@ def allocate(
         rows: Makes `"grad_rows"` storage of a dtype.
         device: Where a scalar lives.
         name: The parameter's name and the buffer's, for the log.
-        options: The group's options. Read here: `state_precision` and `offload_state`, of buffers shaped
-            like the gradient.
+        options: The group's options. Read here: `state_precision`, else `optim_dtype`, and `offload_state`, of
+            buffers shaped like the gradient.
 
     Raises:
         MissingDependencyError: Low-bit storage without torchao.
@@ -92,6 +92,7 @@ def allocate(
     options = options or {}
     precision = None if spec.dtype else options.get("state_precision")
     local = param.to_local() if isinstance(param, DTensor) else param
+    wide = OPTIM_DTYPES[options["optim_dtype"]] if options.get("optim_dtype") else param.dtype
     home = torch.device("cpu") if options.get("offload_state") else local.device
     if precision in lowbit.LOW_BIT:
         made = lowbit.zeros_like(param, precision, signed=spec.signed, device=home)
@@ -102,10 +103,10 @@ def allocate(
             name,
             tuple(local.shape),
             precision,
-            param.dtype,
+            wide,
         )
         precision = None
-    dtype = spec.dtype or (PRECISIONS[precision] if precision else None) or param.dtype
+    dtype = spec.dtype or (PRECISIONS[precision] if precision else None) or wide
     made = allocate_like_grad(param, dtype, None if home == local.device else home)
     if spec.fate == "weights":
         made.copy_(param.detach())

@@ -52,6 +52,15 @@ PRECISIONS: dict[str, torch.dtype | None] = {
     "fp8": None,
 }
 
+#: What a group's `optim_dtype` may be: its state is stored in it, and its update computes in the wider of it and the
+#: parameter's own. By name, so that checkpoints hold text alone.
+OPTIM_DTYPES: dict[str, torch.dtype] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
 #: Name of the fp32 copy of a 16-bit parameter that a group with `master_weights=True` steps.
 MASTER_WEIGHT = "master_weight"
 
