@@ -234,6 +234,7 @@ def summarize_param_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -
     )
 
 
+    warnings += _precision_warnings(rows, {name: record_of(param) for name, param in model.named_parameters()})
 def _row(
     name: str,
     param: Tensor,
