@@ -39,10 +39,10 @@ class ParameterRow:
         grad_dtype: Dtype of the gradient's reduction.
         output_dtype: Dtype that its boundary casts outputs to; None leaves them.
         master_dtype: Dtype of what the optimizer steps.
+        optim_dtype: Dtype of the optimizer's state, and the least precision of its update.
         boundary: Hook boundaries; empty outside the runtime.
         matched: Indices of the policy's overrides that matched.
         bytes: Size of the whole parameter in `master_dtype`.
-        optim_dtype: Dtype of the optimizer's state, and the least precision of its update.
         local_bytes: Bytes of it on this rank between boundaries.
         comm_bytes: Bytes that the runtime moves for it in a step of one microbatch, forward, backward and
             reduction; 0 outside the runtime, which does not know.
@@ -59,11 +59,11 @@ class ParameterRow:
     grad_dtype: str
     output_dtype: str | None
     master_dtype: str
+    optim_dtype: str
     boundary: tuple[str, ...]
     matched: tuple[int, ...]
     bytes: int
     local_bytes: int
-    optim_dtype: str
     comm_bytes: int
 
 
@@ -226,6 +226,7 @@ def summarize_param_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -
     outside = [row.name for row in rows if row.group is None]
     if outside:
         warnings.append(f"{len(outside)} trainable parameters are in no param group: {', '.join(outside[:3])}, ...")
+    warnings += _precision_warnings(rows, {name: record_of(param) for name, param in model.named_parameters()})
     return ParamGroupSummary(
         routes=tuple(_by_route(rows)),
         parameters=tuple(rows),
@@ -234,7 +235,6 @@ def summarize_param_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -
     )
 
 
-    warnings += _precision_warnings(rows, {name: record_of(param) for name, param in model.named_parameters()})
 def _row(
     name: str,
     param: Tensor,
@@ -261,6 +261,7 @@ def _row(
         grad_dtype=_short(record.grad_dtype if record is not None else param.dtype),
         output_dtype=_short(output) if output is not None else None,
         master_dtype=_short(param.dtype),
+        optim_dtype=str(group.get("optim_dtype") or _short(param.dtype)),
         boundary=_boundaries(record, runtime),
         matched=route.matched if route is not None else (),
         bytes=math.prod(param.shape) * param.dtype.itemsize,
@@ -269,18 +270,6 @@ def _row(
     )
 
 
-def _boundaries(record: Record | None, runtime: OwnershipRuntime | None) -> tuple[str, ...]:
-    if record is None or runtime is None:
-        return ()
-        optim_dtype=str(group.get("optim_dtype") or _short(param.dtype)),
-    return tuple(runtime.plan.boundaries[index].label for index in runtime.plan.entries[record.name].boundaries)
-
-
-def _traffic(runtime: OwnershipRuntime) -> dict[str, int]:
-    """Bytes by parameter of one step: its part of each buffer, padding of shards included."""
-    if runtime.plan.world_size == 1:
-        return {}
-    fetches = 2 if runtime.plan.reshard_after_forward else 1
 def _precision_warnings(rows: Sequence[ParameterRow], records: Mapping[str, Record | None]) -> list[str]:
     """Say where an optimizer (torch's own know no `optim_dtype`) steps in another precision than the policy says."""
     by_name = {canonical_name(raw): record for raw, record in records.items()}
@@ -298,6 +287,17 @@ def _precision_warnings(rows: Sequence[ParameterRow], records: Mapping[str, Reco
     ]
 
 
+def _boundaries(record: Record | None, runtime: OwnershipRuntime | None) -> tuple[str, ...]:
+    if record is None or runtime is None:
+        return ()
+    return tuple(runtime.plan.boundaries[index].label for index in runtime.plan.entries[record.name].boundaries)
+
+
+def _traffic(runtime: OwnershipRuntime) -> dict[str, int]:
+    """Bytes by parameter of one step: its part of each buffer, padding of shards included."""
+    if runtime.plan.world_size == 1:
+        return {}
+    fetches = 2 if runtime.plan.reshard_after_forward else 1
     result = {}
     for transfer in runtime.plan.transfers:
         for member in transfer.members:

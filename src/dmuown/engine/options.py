@@ -334,18 +334,6 @@ def _validate_storage(group: dict[str, Any], where: str) -> None:
         )
     if group.get("master_weights") and group.get("stochastic_rounding"):
         raise OptionError(f"{where}: stochastic_rounding", "excludes master_weights", "Set only one of them")
-
-
-def _check_count(value: object, subject: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(subject, f"must be an integer of at least 1, got {value!r}")
-
-
-Check = tuple[str, Callable[[float], bool]]
-_AT_LEAST_ZERO: Check = ("finite and >= 0", lambda value: 0 <= value < math.inf)
-_UNIT: Check = ("in [0, 1)", lambda value: 0 <= value < 1)
-_POSITIVE: Check = ("finite and > 0", lambda value: 0 < value < math.inf)
-
     if group.get("optim_dtype") is None:
         return
     group["optim_dtype"] = name = str(group["optim_dtype"]).removeprefix("torch.")
@@ -359,6 +347,18 @@ _POSITIVE: Check = ("finite and > 0", lambda value: 0 < value < math.inf)
     for key in ("master_weights", "stochastic_rounding"):
         if group.get(key) and name != "float32":
             raise OptionError(f"{where}: {key}", f"computes in float32 and excludes optim_dtype {name}", "Drop one")
+
+
+def _check_count(value: object, subject: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise OptionError(subject, f"must be an integer of at least 1, got {value!r}")
+
+
+Check = tuple[str, Callable[[float], bool]]
+_AT_LEAST_ZERO: Check = ("finite and >= 0", lambda value: 0 <= value < math.inf)
+_UNIT: Check = ("in [0, 1)", lambda value: 0 <= value < 1)
+_POSITIVE: Check = ("finite and > 0", lambda value: 0 < value < math.inf)
+
 _NUMBER_RULES: dict[str, Check] = {
     "lr": _AT_LEAST_ZERO,
     "weight_decay": _AT_LEAST_ZERO,
