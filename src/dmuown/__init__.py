@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from dmuown.ownership import gathered as gathered
     from dmuown.ownership import no_sync as no_sync
     from dmuown.policy import ParamPolicy as ParamPolicy
+    from dmuown.policy import param_groups as param_groups
 
 # Where each public name lives. A new one is a line here, and an import above for type checkers.
 _PUBLIC: dict[str, str] = {
@@ -70,6 +71,7 @@ _PUBLIC: dict[str, str] = {
     "gathered": "dmuown.ownership",
     "no_sync": "dmuown.ownership",
     "ParamPolicy": "dmuown.policy",
+    "param_groups": "dmuown.policy",
 }
 
 # Submodules reachable as attributes without an import of their own.

@@ -20,6 +20,7 @@ from dmuown.errors import ParameterError
 from dmuown.policy.fused import split_param_groups
 from dmuown.policy.resolve import resolve_routes
 from dmuown.policy.roles import ParameterRole, Role, describe_parameters
+from dmuown.policy.splits import block_count
 
 if TYPE_CHECKING:
     from dmuown.policy.schema import ParamPolicy
@@ -124,7 +125,7 @@ def build_param_groups(parts: Iterable[nn.Module], rules: GroupingRules) -> list
 
 
 def count_matrices(groups: Iterable[dict[str, Any]]) -> int:
-    """Count the matrices that groups orthogonalize; a stack of experts counts each of its matrices."""
+    """Count the matrices that groups orthogonalize: each of a stack of experts, each block of a fused weight."""
     total = 0
     for group in groups:
         if group["algorithm"] in ELEMENTWISE:
@@ -134,7 +135,7 @@ def count_matrices(groups: Iterable[dict[str, Any]]) -> int:
             stacked = 1
             for size in () if group.get("flatten") else parameter.shape[:-2]:
                 stacked *= size
-            total += stacked
+            total += stacked * block_count(group)
     return total
 
 

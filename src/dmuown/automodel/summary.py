@@ -16,7 +16,7 @@ class RunSummary:
     Attributes:
         optimizer: Class of the optimizer.
         matrices: Matrices orthogonalized at each step, over all model parts of this rank; a stack
-            of experts counts each of its matrices.
+            of experts counts each of its matrices, a fused weight each of its blocks.
         matrix_parameters: Elements in them.
         trainable_parameters: Elements of all trainable parameters.
         orthogonalized: Matrices that the last step did orthogonalize, counted where it happens.
@@ -29,6 +29,7 @@ class RunSummary:
         seconds: Wall time of the training loop.
         world_size: Processes.
         device: "cpu" or "cuda".
+        blocks: Weights that are cut into blocks, counted by their blocks, such as `q 32, k 16, v 16`.
     """
 
     optimizer: str = ""
@@ -45,6 +46,7 @@ class RunSummary:
     seconds: float = 0.0
     world_size: int = 1
     device: str = "cpu"
+    blocks: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         steps = len(self.losses)
@@ -61,8 +63,11 @@ class RunSummary:
                 f"{self.matrices} matrices a step ({self.orthogonalized} in the last), {self.matrix_parameters:,} of "
                 f"{self.trainable_parameters:,} trainable parameters",
             ),
-            ("checkpoint", self.checkpoint or "none saved"),
         ]
+        if self.blocks:
+            cut = "; ".join(f"{count} of {blocks}" for blocks, count in self.blocks.items())
+            lines.append(("fused weights", cut))
+        lines.append(("checkpoint", self.checkpoint or "none saved"))
         if self.consolidated:
             lines.append(("for transformers", self.consolidated))
         width = max(len(label) for label, _ in lines)

@@ -19,6 +19,7 @@ from dmuown.automodel.progress import ProgressReport
 from dmuown.automodel.recipe import extend
 from dmuown.automodel.request import Request
 from dmuown.automodel.summary import RunSummary
+from dmuown.policy.fused import count_blocks
 
 
 def run(request: Request) -> RunSummary:
@@ -68,7 +69,7 @@ def _reporting(recipe_class: Any) -> Any:
     class Reporting(recipe_class):
         def setup(self) -> None:
             super().setup()
-            self.dmuown_summary = _describe(self.optimizer)
+            self.dmuown_summary = _describe(self.optimizer, self.model_parts)
             self.dmuown_summary.world_size = self.dist_env.world_size
 
         def _log_experiment_details(self) -> None:
@@ -117,7 +118,7 @@ def _reporting(recipe_class: Any) -> Any:
     return Reporting
 
 
-def _describe(optimizers: Sequence[torch.optim.Optimizer]) -> RunSummary:
+def _describe(optimizers: Sequence[torch.optim.Optimizer], parts: Sequence[torch.nn.Module]) -> RunSummary:
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     # Optimizers that are not ours have no algorithm, and orthogonalize nothing that we know of.
     matrix_groups = [group for group in groups if group.get("algorithm", "adamw") not in ELEMENTWISE]
@@ -125,6 +126,7 @@ def _describe(optimizers: Sequence[torch.optim.Optimizer]) -> RunSummary:
         optimizer=" and ".join(dict.fromkeys(type(optimizer).__qualname__ for optimizer in optimizers)),
         matrices=count_matrices(matrix_groups),
         matrix_parameters=_elements(matrix_groups),
+        blocks=count_blocks(matrix_groups, parts),
         trainable_parameters=_elements(groups),
         device="cuda" if torch.cuda.is_available() else "cpu",
     )

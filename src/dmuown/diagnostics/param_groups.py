@@ -16,9 +16,11 @@ from dmuown.ownership.plan import Transfer
 from dmuown.ownership.record import Record, record_of
 from dmuown.ownership.registry import find_runtime
 from dmuown.ownership.runtime import OwnershipRuntime
+from dmuown.policy.fused import fused_splits
 from dmuown.policy.groups import model_resolution
 from dmuown.policy.names import canonical_name
 from dmuown.policy.resolve import ResolvedRoute, broad_routes
+from dmuown.policy.splits import FusedSplit, blocks_text
 
 _ROUTE_TITLES = {"": "(no route)"}
 
@@ -33,6 +35,7 @@ class ParameterRow:
         algorithm: Algorithm of its param group; empty where the optimizer's groups name none.
         group: Index of its param group; None if it is in none.
         shape: Global shape.
+        blocks: What its matrices are cut into, such as `q 32, k 16, v 16` or `8 heads`; empty for whole ones.
         owner: Global rank of its owner; `shards` for DTensor shards; None where every rank has it.
         owned: Whether this rank steps it (its shard, for `shards`).
         param_dtype: Dtype in forward and backward.
@@ -53,6 +56,7 @@ class ParameterRow:
     algorithm: str
     group: int | None
     shape: tuple[int, ...]
+    blocks: str
     owner: int | str | None
     owned: bool
     param_dtype: str
@@ -139,6 +143,7 @@ class ParamGroupSummary:
             "route",
             "group",
             "shape",
+            "blocks",
             "owner",
             "param",
             "grad",
@@ -153,6 +158,7 @@ class ParamGroupSummary:
                 _ROUTE_TITLES.get(row.route, row.route),
                 "-" if row.group is None else str(row.group),
                 "x".join(map(str, row.shape)) or "scalar",
+                row.blocks or "-",
                 "all" if row.owner is None else str(row.owner),
                 row.param_dtype,
                 row.grad_dtype,
@@ -204,6 +210,8 @@ def summarize_param_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -
     in_group = {id(param): index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
     resolution = model_resolution(model)
     traffic = _traffic(runtime) if runtime is not None else {}
+    cut = any(group.get("split_sizes") for group in optimizer.param_groups)
+    splits = fused_splits(model) if cut else {}
     rows = []
     for raw, param in model.named_parameters():
         if not param.requires_grad:
@@ -218,7 +226,7 @@ def summarize_param_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -
             )
         group = optimizer.param_groups[index] if index is not None else {}
         route = record.route if record is not None else resolution.routes.get(name) if resolution else None
-        rows.append(_row(name, param, record, route, index, group, runtime, traffic.get(name, 0)))
+        rows.append(_row(name, param, record, route, index, group, runtime, traffic.get(name, 0), splits.get(name)))
     warnings = list(runtime.warnings if runtime is not None else resolution.warnings if resolution else [])
     if runtime is None and resolution is None:
         routed = {row.name: ResolvedRoute(route="sharded_adamw") for row in rows if row.route == "sharded_adamw"}
@@ -244,6 +252,7 @@ def _row(
     group: dict[str, Any],
     runtime: OwnershipRuntime | None,
     comm_bytes: int,
+    split: FusedSplit | None,
 ) -> ParameterRow:
     local = param.to_local() if isinstance(param, DTensor) else param
     param_dtype = record.compute_dtype if record is not None else param.dtype
@@ -255,6 +264,7 @@ def _row(
         algorithm=str(group.get("algorithm", "")),
         group=index,
         shape=tuple(param.shape),
+        blocks=blocks_text(group, split),
         owner="shards" if sharded else record.owner_global if record is not None else None,
         owned=record is None or record.owned,
         param_dtype=_short(param_dtype),

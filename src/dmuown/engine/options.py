@@ -265,7 +265,17 @@ def _resolve_aliases(group: dict[str, Any], where: str) -> None:
 
 def _refuse_unknown(key: str, where: str, known: set[str]) -> None:
     near = difflib.get_close_matches(key, sorted(known), n=1)
+#: What only a model can answer is asked of `dmuown.param_groups`, which writes the answer into groups.
+_OF_THE_MODEL = ("auto_split", "per_head", "param_policy")
+
+
     hint = f"Did you mean {near[0]!r}" if near else "Remove it"
+    if key in _OF_THE_MODEL:
+        raise OptionError(
+            f"{where}: {key}",
+            "needs the model (its modules and config), and an optimizer sees only parameters",
+            f"Pass dmuown.param_groups(model, {'policy' if key == 'param_policy' else f'{key}=True'}) as params",
+        )
     raise OptionError(f"{where}: {key}", "is not an option of this algorithm", hint)
 
 

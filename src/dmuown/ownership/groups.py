@@ -13,13 +13,19 @@ from torch import Tensor, nn
 
 from dmuown.errors import OwnershipError
 from dmuown.ownership.record import Record, record_of
-from dmuown.ownership.registry import runtime_of
-from dmuown.policy.groups import OVERRIDE_KEYS, group_route, model_parameters, split_groups_by_route
+from dmuown.ownership.registry import find_runtime, runtime_of
+from dmuown.policy.fused import split_param_groups
+from dmuown.policy.groups import OVERRIDE_KEYS, group_route, model_parameters, orient_groups, split_groups_by_route
 from dmuown.policy.resolve import ResolvedRoute
 
 
 def dedicated_param_groups(
-    model: nn.Module, groups: Iterable[Mapping[str, Any]] | None = None, *, algorithm: str = "muown"
+    model: nn.Module,
+    groups: Iterable[Mapping[str, Any]] | None = None,
+    *,
+    algorithm: str = "muown",
+    auto_split: bool = False,
+    per_head: bool = False,
 ) -> list[dict[str, Any]]:
     """Return the param groups of a dedicated model.
 
@@ -32,6 +38,7 @@ def dedicated_param_groups(
         groups: The user's own groups, split by route; together they must hold every dedicated parameter
             that takes gradients. None takes one group of all parameters.
         algorithm: Algorithm of the parameters on route `muon`.
+        auto_split, per_head: As `dmuown.param_groups`.
 
     Returns:
         Groups with `params`, `param_names`, `dmuon_route`, `algorithm` and the user's keys; no empty ones.
@@ -40,6 +47,12 @@ def dedicated_param_groups(
         OwnershipError: The model is not dedicated; a dedicated parameter is in no group; a group asks for
             `sharded_adamw` for a parameter without shards, or for another route for one with shards.
     """
+    if find_runtime(model) is None:
+        raise OwnershipError(
+            type(model).__name__,
+            "has no dedicated parameters",
+            "Pass dmuown.param_groups(model) instead of the model, or call dmuown.dedicate_params first",
+        )
     records = runtime_of(model).records
     params = {name: param for name, param in model_parameters(model).items() if param.requires_grad}
     names = {id(param): name for name, param in params.items()}
@@ -58,7 +71,8 @@ def dedicated_param_groups(
     for part in split:
         if "dmuon_route" not in part:
             part.setdefault("algorithm", "adamw")
-    return split
+    oriented = orient_groups(split, model)
+    return split_param_groups(oriented, model, per_head=per_head) if auto_split else oriented
 
 
 def _check_override(group: Mapping[str, Any]) -> None:

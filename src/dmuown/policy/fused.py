@@ -13,69 +13,50 @@ A weight whose parts cannot be told for certain is left whole, with one log line
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from dmuown.policy.names import canonical_name
-from dmuown.policy.roles import Role, describe_parameters
+from dmuown.policy.roles import ParameterRole, Role, describe_parameters
+from dmuown.policy.splits import ELEMENTWISE, FusedSplit, blocks_text
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class FusedSplit:
-    """How one fused weight is cut into blocks of output rows.
-
-    Attributes:
-        sizes: Rows of each block.
-        groups: Groups that each hold their part of every block; 1 where blocks are contiguous.
-        interleaved: Whether blocks take rows in turn.
-        parts: What the blocks are, for tables.
-    """
-
-    sizes: tuple[int, ...]
-    groups: int = 1
-    interleaved: bool = False
-    parts: tuple[str, ...] = ()
-
-    def group_options(self) -> dict[str, Any]:
-        """The same as options of a param group."""
-        options: dict[str, Any] = {"split_sizes": self.sizes}
-        if self.interleaved:
-            options["interleaved"] = True
-        elif self.groups > 1:
-            options["split_groups"] = self.groups
-        return options
-
-    def __str__(self) -> str:
-        arrangement = "interleaved" if self.interleaved else f"in {self.groups} groups" if self.groups > 1 else ""
-        named = ", ".join(f"{part} {size}" for part, size in zip(self.parts, self.sizes, strict=True))
-        return f"{named} {arrangement}".strip()
+K = TypeVar("K", bound=Hashable)
 
 
-def fused_splits(model: nn.Module) -> dict[str, FusedSplit]:
+def fused_splits(model: nn.Module, *, per_head: bool = False) -> dict[str, FusedSplit]:
     """Return the splits of a model's fused weights by canonical name.
 
     Args:
         model: Any module. Configs are read from the nearest enclosing module that has one (`config`, its
             `text_config` included); parameters are only looked at, and may be sharded or on the meta device.
+        per_head: Include q, k and v weights of their own, which are one part of several heads.
     """
     owners = {canonical_name(name): module for name, module in model.named_modules()}
     splits = {}
     for entry in describe_parameters(model, trainable_only=False):
-        if entry.role not in (Role.MATRIX, Role.EXPERT):
-            continue
-        path, _, leaf = entry.name.rpartition(".")
-        module_name = path.rpartition(".")[2] if leaf == "weight" else leaf
-        shape = entry.parameter.shape
-        rows = shape[-1] if entry.transposed else shape[-2]
-        found = split_of(module_name, rows, _configs(path, owners), owners.get(path))
+        found = _split_of_entry(entry, owners, per_head)
         if found is not None:
             splits[entry.name] = found
     return splits
+
+
+def _split_of_entry(entry: ParameterRole, owners: Mapping[str, nn.Module], per_head: bool) -> FusedSplit | None:
+    if entry.role not in (Role.MATRIX, Role.EXPERT):
+        return None
+    path, _, leaf = entry.name.rpartition(".")
+    module_name = path.rpartition(".")[2] if leaf == "weight" else leaf
+    shape = entry.parameter.shape
+    rows = shape[-1] if entry.transposed else shape[-2]
+    configs = _configs(path, owners)
+    found = split_of(module_name, rows, configs, owners.get(path))
+    if found is None and per_head:
+        found = _heads_of(module_name, rows, configs)
+    return found
 
 
 def split_of(name: str, rows: int, configs: Iterable[Any], module: nn.Module | None = None) -> FusedSplit | None:
@@ -88,7 +69,7 @@ def split_of(name: str, rows: int, configs: Iterable[Any], module: nn.Module | N
         module: The module that holds it.
     """
     if name in ("in_proj_weight",) and isinstance(module, nn.MultiheadAttention):
-        return FusedSplit((rows // 3,) * 3, parts=("q", "k", "v"))
+        return FusedSplit((rows // 3,) * 3, parts=("q", "k", "v"), heads=(module.head_dim,) * 3)
     for config in configs:
         sizes = _Sizes.of(config)
         for names, rule in _RULES:
@@ -101,39 +82,69 @@ def split_of(name: str, rows: int, configs: Iterable[Any], module: nn.Module | N
     return None
 
 
-def split_param_groups(groups: Iterable[Mapping[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
+def split_param_groups(
+    groups: Iterable[Mapping[str, Any]], model: nn.Module, *, per_head: bool = False
+) -> list[dict[str, Any]]:
     """Give fused weights groups of their own that carry their splits.
 
     Args:
         groups: Param groups with `params` (tensors, or pairs of name and tensor) and any options.
             Those that have `split_sizes` or `num_heads` already, and elementwise ones, stay as they are.
         model: The model that the parameters belong to.
+        per_head: Cut attention's weights, fused or not, into heads instead.
 
     Returns:
-        New groups in the same order; weights of one group and split stay together.
+        New groups in the same order; weights of one group and split stay together. Those of fused weights that
+        are stored `[input, output]` say `matrix_transposed`, unless they did already.
     """
-    splits = fused_splits(model)
-    split_of_param = {
-        id(param): splits[canonical_name(name)]
-        for name, param in model.named_parameters(remove_duplicate=False)
-        if canonical_name(name) in splits
-    }
+    transposed = {id(entry.parameter) for entry in describe_parameters(model) if entry.transposed}
+    splits = fused_splits(model, per_head=per_head)
+    cuts: dict[int, tuple[tuple[str, Any], ...]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        split = splits.get(canonical_name(name))
+        if split is not None:
+            orientation = {"matrix_transposed": True} if id(param) in transposed else {}
+            cuts[id(param)] = tuple({**split.group_options(per_head=per_head), **orientation}.items())
     result: list[dict[str, Any]] = []
     for group in groups:
-        params = list(group["params"])
-        names = group.get("param_names")
-        if group.get("split_sizes") or group.get("num_heads") or group.get("algorithm") in ("adam", "adamw", "lion"):
-            result.append({**group, "params": params})
+        if group.get("split_sizes") or group.get("num_heads") or group.get("algorithm") in ELEMENTWISE:
+            result.append({**group, "params": list(group["params"])})
             continue
-        parts: dict[FusedSplit | None, list[int]] = {}
-        for index, item in enumerate(params):
-            tensor: Tensor = item[1] if isinstance(item, tuple) else item
-            parts.setdefault(split_of_param.get(id(tensor)), []).append(index)
-        for split, indices in parts.items():
-            part = {**group, "params": [params[index] for index in indices]}
-            if names is not None:
-                part["param_names"] = [names[index] for index in indices]
-            result.append(part if split is None else {**part, **split.group_options()})
+        for options, part in regrouped(group, lambda tensor: cuts.get(id(tensor), ())):
+            result.append({**dict(options), **part})
+    return result
+
+
+def count_blocks(groups: Iterable[Mapping[str, Any]], models: Iterable[nn.Module]) -> dict[str, int]:
+    """Return how many weights are cut into which blocks, by `blocks_text`; whole ones are left out."""
+    groups = list(groups)
+    splits: dict[int, FusedSplit] = {}
+    if any(group.get("split_sizes") for group in groups):
+        for model in models:
+            found = fused_splits(model)
+            named = ((canonical_name(name), param) for name, param in model.named_parameters(remove_duplicate=False))
+            splits |= {id(param): found[name] for name, param in named if name in found}
+    counts: dict[str, int] = {}
+    for group in groups:
+        for item in group["params"]:
+            text = blocks_text(group, splits.get(id(item[1] if isinstance(item, tuple) else item)))
+            if text:
+                counts[text] = counts.get(text, 0) + 1
+    return counts
+
+
+def regrouped(group: Mapping[str, Any], key_of: Callable[[Tensor], K]) -> list[tuple[K, dict[str, Any]]]:
+    """Split a group by a property of its parameters; names, order and other keys are kept."""
+    params, names = list(group["params"]), group.get("param_names")
+    members: dict[K, list[int]] = {}
+    for index, item in enumerate(params):
+        members.setdefault(key_of(item[1] if isinstance(item, tuple) else item), []).append(index)
+    result = []
+    for key, indices in members.items():
+        part = {**group, "params": [params[index] for index in indices]}
+        if names is not None:
+            part["param_names"] = [names[index] for index in indices]
+        result.append((key, part))
     return result
 
 
@@ -193,10 +204,24 @@ def _attention(rows: int, sizes: _Sizes) -> FusedSplit | None:
         return None
     if rows == 2 * q + 2 * kv and sizes.gated:
         groups = sizes.kv_heads if sizes.model_type in _BY_HEAD else 1
-        return FusedSplit((q, q, kv, kv), groups, parts=("q", "gate", "k", "v"))
+        return FusedSplit((q, q, kv, kv), groups, parts=("q", "gate", "k", "v"), heads=(sizes.head_dim,) * 4)
     if rows == q + 2 * kv:
-        return FusedSplit((q, kv, kv), parts=("q", "k", "v"))
+        return FusedSplit((q, kv, kv), parts=("q", "k", "v"), heads=(sizes.head_dim,) * 3)
     return None
+
+
+def _heads_of(name: str, rows: int, configs: Iterable[Any]) -> FusedSplit | None:
+    """Heads of a q, k or v weight of its own."""
+    for config in configs:
+        sizes = _Sizes.of(config)
+        heads = sizes.heads if name in _QUERIES else sizes.kv_heads if name in _KEYS_AND_VALUES else 0
+        if heads and sizes.head_dim and rows == heads * sizes.head_dim:
+            return FusedSplit((rows,), parts=(name,), heads=(sizes.head_dim,))
+    return None
+
+
+_QUERIES = ("q_proj", "query", "wq", "q", "to_q", "q_lin")
+_KEYS_AND_VALUES = ("k_proj", "v_proj", "key", "value", "wk", "wv", "k", "v", "to_k", "to_v", "k_lin", "v_lin")
 
 
 def _attention_by_head(rows: int, sizes: _Sizes) -> FusedSplit | None:
@@ -214,9 +239,9 @@ def _attention_by_head(rows: int, sizes: _Sizes) -> FusedSplit | None:
     if rows != q + 2 * kv:
         return None
     if sizes.model_type in _BY_HEAD:
-        return FusedSplit((q, kv, kv), groups=kv_heads, parts=("q", "k", "v"))
+        return FusedSplit((q, kv, kv), groups=kv_heads, parts=("q", "k", "v"), heads=(sizes.head_dim,) * 3)
     if multi_query_groups:
-        return FusedSplit((q, kv, kv), parts=("q", "k", "v"))
+        return FusedSplit((q, kv, kv), parts=("q", "k", "v"), heads=(sizes.head_dim,) * 3)
     return None  # both arrangements have this many rows
 
 
@@ -224,9 +249,10 @@ def _megatron_attention(rows: int, sizes: _Sizes) -> FusedSplit | None:
     """`linear_qkv`: per query group its queries, (their gates,) its key and its value."""
     q, kv = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     if q and rows == q + 2 * kv:
-        return FusedSplit((q, kv, kv), groups=sizes.kv_heads, parts=("q", "k", "v"))
+        return FusedSplit((q, kv, kv), sizes.kv_heads, parts=("q", "k", "v"), heads=(sizes.head_dim,) * 3)
     if q and rows == 2 * q + 2 * kv:
-        return FusedSplit((q, q, kv, kv), groups=sizes.kv_heads, parts=("q", "gate", "k", "v"))
+        heads = (sizes.head_dim,) * 4
+        return FusedSplit((q, q, kv, kv), sizes.kv_heads, parts=("q", "gate", "k", "v"), heads=heads)
     return None
 
 
@@ -234,7 +260,7 @@ def _gated_query(rows: int, sizes: _Sizes) -> FusedSplit | None:
     """`q_proj` of Qwen3-Next and Qwen3.5: per head its query and its output gate."""
     q = sizes.heads * sizes.head_dim
     if q and rows == 2 * q and sizes.model_type.startswith(("qwen3_next", "qwen3_5")):
-        return FusedSplit((q, q), groups=sizes.heads, parts=("q", "gate"))
+        return FusedSplit((q, q), groups=sizes.heads, parts=("q", "gate"), heads=(sizes.head_dim,) * 2)
     return None
 
 
@@ -243,7 +269,7 @@ def _linear_attention(rows: int, sizes: _Sizes) -> FusedSplit | None:
     heads, value_heads, key, value = _delta_net(sizes.config)
     if heads and rows == 2 * heads * key + 2 * value_heads * value:
         q, v = heads * key, value_heads * value
-        return FusedSplit((q, q, v, v), groups=heads, parts=("q", "k", "v", "gate"))
+        return FusedSplit((q, q, v, v), heads, parts=("q", "k", "v", "gate"), heads=(key, key, value, value))
     return None
 
 
@@ -251,7 +277,8 @@ def _linear_attention_without_gate(rows: int, sizes: _Sizes) -> FusedSplit | Non
     """`in_proj_qkv` of Qwen3.5: q, k and v, contiguous."""
     heads, value_heads, key, value = _delta_net(sizes.config)
     if heads and rows == 2 * heads * key + value_heads * value:
-        return FusedSplit((heads * key, heads * key, value_heads * value), parts=("q", "k", "v"))
+        rows_of_parts = (heads * key, heads * key, value_heads * value)
+        return FusedSplit(rows_of_parts, parts=("q", "k", "v"), heads=(key, key, value))
     return None
 
 
@@ -293,4 +320,11 @@ _RULES = (
 )
 
 
-__all__ = ["FusedSplit", "fused_splits", "split_of", "split_param_groups"]
+__all__ = [
+    "FusedSplit",
+    "count_blocks",
+    "fused_splits",
+    "regrouped",
+    "split_of",
+    "split_param_groups",
+]

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from dmuown.errors import OptionError, OptionTypeError, OwnershipError, ParameterError
-from dmuown.policy.fused import split_param_groups
+from dmuown.policy.fused import fused_splits, regrouped, split_param_groups
 from dmuown.policy.names import canonical_name, nearest
 from dmuown.policy.resolve import ROUTES, Resolution, ResolvedRoute, check_vectors, resolve_routes
-from dmuown.policy.roles import parameter_roles
+from dmuown.policy.roles import Role, describe_parameters, parameter_roles
+from dmuown.policy.splits import ELEMENTWISE
 
 if TYPE_CHECKING:
     from dmuown.policy.schema import ParamPolicy
@@ -50,6 +51,52 @@ def resolve_model(
     return resolve_routes(params, policy=policy, roles=model_roles(model), **functions)
 
 
+def param_groups(
+    model: nn.Module,
+    policy: ParamPolicy | Mapping[str, Any] | str | None = None,
+    *,
+    algorithm: str = "muown",
+    groups: Iterable[Mapping[str, Any]] | None = None,
+    auto_split: bool = False,
+    per_head: bool = False,
+) -> list[dict[str, Any]]:
+    """Return param groups for an optimizer of this package from a model.
+
+    What only a model can say goes into the groups: which weights are matrices, which are stored `[input, output]`
+    (`matrix_transposed`), and, on request, where fused ones are cut.
+
+    Args:
+        model: The model, sharded or not; its trainable parameters are used.
+        policy: The rules; None sends matrices and experts to `algorithm`, and all else to AdamW.
+        algorithm: Algorithm of the parameters on route `muon`.
+        groups: The user's own groups, to be split by route; None takes one group of all parameters.
+        auto_split: Cut fused weights into their blocks, by the model's config (`dmuown.policy.fused`).
+        per_head: With `auto_split`: cut attention's weights, fused or not, into heads instead.
+
+    Returns:
+        Groups with `params`, `param_names`, `dmuon_route`, `algorithm` and the user's keys; no empty ones.
+
+    Raises:
+        OptionError, ParameterError: The policy is bad, or leaves a vector on `muon`; `per_head` without
+            `auto_split`; `auto_split` for a model in which no module has a config and no weight is known to be fused.
+        OptionTypeError: Not a model.
+        OwnershipError: The model is dedicated: its policy is decided.
+    """
+    if not isinstance(model, nn.Module):
+        raise OptionTypeError("model", f"must be an nn.Module, got {type(model).__name__}", "Pass the model itself")
+    if policy is None:
+        roles = parameter_roles(model)
+        matrices = {name for name, role in roles.items() if role in (Role.MATRIX, Role.EXPERT)}
+        functions = {"route_hint_fn": lambda name, _: "muon" if name in matrices else "adamw"}
+    else:
+        functions = {}
+    if auto_split:
+        _check_splittable(model)
+    elif per_head:
+        raise OptionError("per_head", "is a way of auto_split", "Set auto_split=True as well")
+    return _routed_groups(model, policy, functions, algorithm, groups, auto_split, per_head)
+
+
 def policy_param_groups(
     model: nn.Module,
     policy: ParamPolicy | Mapping[str, Any] | str | None,
@@ -57,23 +104,28 @@ def policy_param_groups(
     algorithm: str = "muown",
     groups: Iterable[Mapping[str, Any]] | None = None,
     auto_split: bool = False,
+    per_head: bool = False,
 ) -> list[dict[str, Any]]:
-    """Return param groups for an optimizer of this package from a model and a policy.
+    """Return the param groups of `param_groups` by an explicit policy, where None leaves everything on route `muon`.
 
-    Args:
-        model: The model; its trainable parameters are used.
-        policy: The rules.
-        algorithm: Algorithm of the parameters on route `muon`.
-        groups: The user's own groups, to be split by route; None takes one group of all parameters.
-        auto_split: Cut fused weights into their blocks, by the model's config (`dmuown.policy.fused`).
-
-    Returns:
-        Groups with `params`, `param_names`, `dmuon_route`, `algorithm` and the user's keys; no empty ones.
+    Weights that `auto_split` finds no split for stay whole, also where no module has a config.
 
     Raises:
         OptionError, ParameterError: The policy is bad, or leaves a vector on `muon`.
         OwnershipError: The model is dedicated: its policy is decided.
     """
+    return _routed_groups(model, policy, {}, algorithm, groups, auto_split, per_head)
+
+
+def _routed_groups(
+    model: nn.Module,
+    policy: ParamPolicy | Mapping[str, Any] | str | None,
+    functions: Mapping[str, Any],
+    algorithm: str,
+    groups: Iterable[Mapping[str, Any]] | None,
+    auto_split: bool,
+    per_head: bool,
+) -> list[dict[str, Any]]:
     params = {name: param for name, param in model_parameters(model).items() if param.requires_grad}
     for name, param in params.items():
         if hasattr(param, "_dmuown_record"):
@@ -82,14 +134,41 @@ def policy_param_groups(
                 "is dedicated already, with the policy that was given then",
                 "Pass the policy to dedicate_params, and the model itself to the optimizer",
             )
-    resolution = resolve_model(model, policy, params=params)
+    resolution = resolve_model(model, policy, params=params, **functions)
     vars(model)[_RESOLUTION] = resolution
     routes = resolution.routes
     names = {id(param): name for name, param in params.items()}
     if groups is None:
         groups = [{"params": list(params.values())}]
     split = split_groups_by_route(groups, names=names, routes=routes, algorithm=algorithm)
-    return split_param_groups(split, model) if auto_split else split
+    oriented = orient_groups(split, model)
+    return split_param_groups(oriented, model, per_head=per_head) if auto_split else oriented
+
+
+def orient_groups(groups: Iterable[Mapping[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
+    """Give matrices that are stored `[input, output]` groups of their own, with `matrix_transposed`.
+
+    Groups that say `matrix_transposed` themselves, and elementwise ones, stay as they are.
+    """
+    transposed = {id(entry.parameter) for entry in describe_parameters(model) if entry.transposed}
+    result: list[dict[str, Any]] = []
+    for group in groups:
+        if "matrix_transposed" in group or group.get("algorithm") in ELEMENTWISE:
+            result.append({**group})
+            continue
+        for is_transposed, part in regrouped(group, lambda tensor: id(tensor) in transposed):
+            result.append({**part, "matrix_transposed": True} if is_transposed else part)
+    return result
+
+
+def _check_splittable(model: nn.Module) -> None:
+    if any(getattr(module, "config", None) is not None for module in model.modules()) or fused_splits(model):
+        return
+    raise OptionError(
+        "auto_split",
+        f"reads where weights are fused from the model's config, and no module of {type(model).__name__} has one",
+        "Set model.config, or split_sizes in the groups of fused weights",
+    )
 
 
 def model_resolution(model: nn.Module) -> Resolution | None:
