@@ -84,14 +84,14 @@ class MatrixBatch:
     output_group: dist.ProcessGroup | None = None
 
     def sum_rows(self, partial: Sequence[Tensor]) -> Work[list[Tensor]]:
-        """Complete sums over the input axis: `[batch, m_local, 1]` partial on every rank that shares the rows."""
+        """Complete sums over the input axis: `[..., m_local, 1]` partial on every rank that shares the rows."""
         return (yield from _all_reduce(partial, self.input_group))
 
     def sum_blocks(self, rows: Sequence[Tensor]) -> Work[list[Tensor]]:
         """Sum complete per-row numbers over each logical matrix (expert, block or head).
 
         Args:
-            rows: `[batch, m_local, 1]` tensors, complete along the input axis.
+            rows: `[..., m_local, 1]` tensors, complete along the input axis; all in one collective.
 
         Returns:
             Tensors that broadcast against the rows, each row reading its own matrix's sum.

@@ -19,10 +19,10 @@ from torch.nn import Parameter
 from dmuown import kernels
 from dmuown.algorithms.angular_muown import MAGNITUDE_FLOOR, AngularMuownRow, angular_multiplier
 from dmuown.algorithms.base import MuonAlgorithm
-from dmuown.algorithms.batch import MatrixBatch
+from dmuown.algorithms.batch import MatrixBatch, Work
 from dmuown.algorithms.muon import MuonRow
 from dmuown.algorithms.muown import MuownRow, NorMuownRow
-from dmuown.algorithms.normuon import NorMuonRow
+from dmuown.algorithms.normuon import NorMuonRow, neuron_multipliers
 from dmuown.algorithms.scales import normuon, rms_norm, scale_named
 from dmuown.algorithms.whole import log_once
 
@@ -105,8 +105,10 @@ def before(algorithm: MuonAlgorithm, batch: MatrixBatch, dtype: torch.dtype) -> 
     return list(directions.view(count, depth, m, n) if first.stride(2) == 1 else _stacked(directions, count))
 
 
-def after(algorithm: MuonAlgorithm, batch: MatrixBatch, update: Sequence[Tensor]) -> bool:
+def after(algorithm: MuonAlgorithm, batch: MatrixBatch, update: Sequence[Tensor]) -> Work[bool]:
     """Do shape_update and apply in one launch (two more for NorMuon's normalization).
+
+    Where neurons are normalized over several blocks or ranks, torch does what is left to do with one number a row.
 
     Args:
         algorithm: The bucket's algorithm, whose `before` did its half.
@@ -127,7 +129,10 @@ def after(algorithm: MuonAlgorithm, batch: MatrixBatch, update: Sequence[Tensor]
     options, state = batch.options, batch.state
     scale = scale_of(batch)
     multipliers: Tensor | None = None
-    if "variance_neuron" in state:
+    if "variance_neuron" in state and (batch.block_rows is not None or batch.output_group is not None):
+        squares = rows.row_squares(whole).view(len(batch), *batch.weights[0].shape[:2], 1)
+        multipliers = yield from neuron_multipliers(batch, squares)
+    elif "variance_neuron" in state:
         multipliers = rows.neuron(
             whole,
             state["variance_neuron"],
@@ -204,8 +209,6 @@ def _obstacle(algorithm: MuonAlgorithm, batch: MatrixBatch, dtype: torch.dtype) 
         return f"there are none for {first.device}"
     if dtype not in _DTYPES:
         return f"there are none in {dtype}"
-    if "variance_neuron" in batch.state and (batch.block_rows is not None or batch.output_group is not None):
-        return "neurons are normalized over several blocks or ranks"
     for key in ("lr", "weight_decay"):
         if isinstance(batch.options[key], Tensor) and batch.options[key].device != first.device:
             return f"{key} is a tensor on {batch.options[key].device}"

@@ -25,20 +25,27 @@ class NeuronNormalization(MuonAlgorithm):
 
     def shape_update(self, batch: MatrixBatch, update: Sequence[Tensor]) -> Work[list[Tensor]]:
         """Normalize neurons; returns fp32 updates. Zero matrices stay zero."""
-        beta2, epsilon = batch.options["muon_beta2"], batch.options["normalization_epsilon"]
-        squares = yield from batch.sum_rows([_row_squares(direction) for direction in update])
-        factors = []
-        for variance, square in zip(batch.state["variance_neuron"], squares, strict=True):
-            variance.lerp_((square / batch.n).to(variance.dtype), 1 - beta2)
-            factors.append(1 / (variance.float().sqrt() + epsilon))
-        before = yield from batch.sum_blocks(squares)
-        after = yield from batch.sum_blocks(
-            [square * factor.square() for square, factor in zip(squares, factors, strict=True)]
-        )
-        return [
-            direction.float() * (factor * _norm_ratio(old, new))
-            for direction, factor, old, new in zip(update, factors, before, after, strict=True)
-        ]
+        squares = yield from batch.sum_rows([torch.stack([_row_squares(direction) for direction in update])])
+        multipliers = yield from neuron_multipliers(batch, squares[0])
+        return [direction.float() * multiplier for direction, multiplier in zip(update, multipliers, strict=True)]
+
+
+def neuron_multipliers(batch: MatrixBatch, squares: Tensor) -> Work[Tensor]:
+    """Take the rows' second moments a step further, and return what each row of the updates is multiplied by.
+
+    Args:
+        batch: The bucket; its state `variance_neuron` is updated in place.
+        squares: fp32 `[parameters, batch, m_local, 1]`, sums of squares of whole rows of the updates.
+
+    Returns:
+        fp32, shaped as `squares`; 0 for the rows of a matrix of zeros.
+    """
+    beta2, epsilon = batch.options["muon_beta2"], batch.options["normalization_epsilon"]
+    variances = batch.state["variance_neuron"]
+    torch._foreach_lerp_(variances, list((squares / batch.n).unbind(0)), 1 - beta2)
+    factors = 1 / (torch.stack(list(variances)).sqrt() + epsilon)
+    before, after = yield from batch.sum_blocks([squares, squares * factors.square()])
+    return factors * _norm_ratio(before, after)
 
 
 @register_muon_algorithm

@@ -286,7 +286,7 @@ class MuonEngine(_MuonBase):
             del gradient
         update = yield from orthogonalize(chunk.bucket, chunk.selected, momentum, self.exchange_count)
         del momentum
-        if not fused.after(algorithm, batch, update):
+        if not (yield from fused.after(algorithm, batch, update)):
             update = yield from algorithm.shape_update(batch, update)
             batch.check_returned(algorithm.name, "shape_update", update)
             yield from algorithm.apply(batch, update)

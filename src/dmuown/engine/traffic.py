@@ -134,7 +134,7 @@ class _RecordingBatch(MatrixBatch):
 
     def sum_blocks(self, rows: Sequence[Tensor]) -> Work[list[Tensor]]:
         blocks = 1 if self.block_rows is None else len(self.block_rows)
-        self._note(self.sums_columns, [row.new_empty(len(row), blocks) for row in rows])
+        self._note(self.sums_columns, [row.new_empty(*row.shape[:-2], blocks) for row in rows])
         return (yield from super().sum_blocks(rows))
 
     def _note(self, reduces: bool, tensors: Sequence[Tensor]) -> None:

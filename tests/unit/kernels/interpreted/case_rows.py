@@ -90,10 +90,16 @@ def update_of(shape: Shape) -> list[Tensor]:
     return list(whole)
 
 
-def compare(name: str, shape: Shape, tolerance: float, **arguments: Any) -> MatrixBatch:
+def compare(
+    name: str, shape: Shape, tolerance: float, blocks: tuple[int, ...] | None = None, **arguments: Any
+) -> MatrixBatch:
     """Both ways from the same start; returns the fused one's bucket."""
     algorithm, expected = make(name, shape, **arguments)
     _, batch = make(name, shape, **arguments)
+    if blocks is not None:
+        for bucket in (expected, batch):
+            bucket.block_rows = blocks
+            bucket.block_of_row = torch.repeat_interleave(torch.arange(len(blocks)), torch.tensor(blocks))
     gradient = finish(algorithm.prepare_gradient(expected))
     directions = algorithm.update_momentum(expected, gradient)
     own = fused.before(algorithm, batch, torch.float32)
@@ -102,7 +108,7 @@ def compare(name: str, shape: Shape, tolerance: float, **arguments: Any) -> Matr
         assert relative_error(value, reference) < tolerance
     shaped = finish(algorithm.shape_update(expected, update_of(shape)))
     finish(algorithm.apply(expected, shaped))
-    assert fused.after(algorithm, batch, update_of(shape))
+    assert finish(fused.after(algorithm, batch, update_of(shape)))
     for value, reference in zip(batch.weights, expected.weights, strict=True):
         assert relative_error(value, reference) < tolerance
     for key, values in expected.state.items():
@@ -117,6 +123,12 @@ def compare(name: str, shape: Shape, tolerance: float, **arguments: Any) -> Matr
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_halves_equal_the_phases(name: str, transposed: bool) -> None:
     compare(name, (2, 5, 12), 3e-6, transposed=transposed)
+
+
+@pytest.mark.parametrize("name", ["normuon", "normuown"])
+def test_neurons_of_several_blocks(name: str) -> None:
+    compare(name, (2, 5, 12), 3e-6, blocks=(2, 3))
+    compare(name, (2, 5, 12), 3e-6, blocks=(1, 4), transposed=True)
 
 
 @pytest.mark.parametrize("name", ["muon", "normuon", "muown", "normuown"])
@@ -184,7 +196,7 @@ def test_strangers_are_not_one_tensor() -> None:
 def test_what_no_kernel_covers_is_left_to_the_phases() -> None:
     algorithm, batch = make("muown", (1, 4, 6), dtype=torch.float64)
     assert fused.before(algorithm, batch, torch.float32) is None
-    assert not fused.after(algorithm, batch, update_of((1, 4, 6)))
+    assert not finish(fused.after(algorithm, batch, update_of((1, 4, 6))))
     algorithm, batch = make("muown", (1, 4, 6))
     batch.gradients[1] = batch.gradients[1].mT.contiguous().mT
     assert fused.before(algorithm, batch, torch.float32) is None
