@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dmuown.engine.groups import control_group
+
 # torch 2.13 renamed these; the old names still work in 2.11 and warn in 2.13.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -51,11 +53,13 @@ class Link:
         group: The runtime's group; None for one rank.
         rank: This rank within it.
         ranks: Global ranks, by rank within it.
-        counts: By kind of collective, `[collectives, bytes]` so far.
+        control: A group of the same ranks that takes CPU tensors, for messages between hosts.
+        counts: By kind of collective, `[collectives, bytes]` so far; messages between hosts are not counted.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, ranks: Sequence[int]) -> None:
         self.group = group
+        self.control = _control_of(group, ranks)
         self.rank = rank
         self.ranks = tuple(ranks)
         self.fetching = Lane()
@@ -67,11 +71,30 @@ class Link:
         """Ranks in the group."""
         return len(self.ranks)
 
+    def on_any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        """Return which flags are set on any rank. All ranks; hosts wait for each other, devices do not."""
+        if self.control is None or not flags:
+            return list(flags)
+        message = torch.tensor(flags, dtype=torch.int32)
+        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.control)
+        return [bool(value) for value in message.tolist()]
+
     def count(self, kind: str, size: int) -> None:
         """Note one collective of `size` bytes."""
         entry = self.counts[kind]
         entry[0] += 1
         entry[1] += size
+
+
+def _control_of(group: dist.ProcessGroup | None, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """The group itself where it takes CPU tensors; else one made for it, which is collective."""
+    if group is None:
+        return None
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return control_group(tuple(ranks))
+    return group
 
 
 @dataclass

@@ -266,17 +266,31 @@ class OwnershipRuntime:
             buffer.release()
         while self._in_flight:
             self._finish_oldest()
-        # Gradients that came after their boundary's reduction, from uses that nothing announced.
-        for buffer in reversed(self.buffers):
-            if not self.sync:
+        if self.sync:
+            self._reduce_late()
+        else:
+            for buffer in self.buffers:
                 buffer.keep_gradients()
-            elif buffer.grad_state is GradState.COLLECTING:
-                self._reduce(buffer)
-        while self._in_flight:
-            self._finish_oldest()
         self._backward = None
         for state in self.states:
             state.forget()
+
+    def _reduce_late(self) -> None:
+        """Reduce gradients that came after their boundary's reduction, on any rank, from uses that nothing announced."""
+        late = [buffer.grad_state is GradState.COLLECTING for buffer in self.buffers]
+        try:
+            late = self.link.on_any_rank(late)
+        except Exception as error:
+            raise OwnershipError(
+                f"boundary {self.plan.boundaries[0].label}",
+                f"the end of the backward pass was not reached by all ranks: {error}",
+                "Most likely another rank left the step: look for the first error of the other ranks",
+            ) from error
+        for buffer, here in zip(reversed(self.buffers), reversed(late), strict=True):
+            if here:
+                self._reduce(buffer)
+        while self._in_flight:
+            self._finish_oldest()
 
     # ---- both ----
 
@@ -319,7 +333,8 @@ class OwnershipRuntime:
                 if buffer.state is State.HOME:
                     buffer.fetch()
             else:
-                if not forced and not self._ready(buffer):
+                # What is frozen now may take gradients in another step: it is in the order, and passed over.
+                if not forced and buffer.takes_gradients and not self._ready(buffer):
                     return
                 progress.cursor += 1
                 self._reduce(buffer)

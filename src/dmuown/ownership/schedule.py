@@ -52,7 +52,10 @@ def forward_schedule(plan: OwnershipPlan, prefetch: int) -> Schedule:
 
 
 def backward_schedule(plan: OwnershipPlan, prefetch: int) -> Schedule:
-    """Return the fetches of a backward pass (none if parameters stayed whole) and its reductions."""
+    """Return the fetches of a backward pass (none if parameters stayed whole) and its reductions.
+
+    Those of frozen parameters too, which may be unfrozen later; the runtime passes over what takes no gradients.
+    """
     order = sorted((boundary.index for boundary in plan.boundaries), key=lambda index: plan.boundaries[index].backward)
     return _schedule(plan, order, prefetch, fetches=plan.reshard_after_forward, reductions=True)
 
@@ -64,7 +67,7 @@ def _schedule(plan: OwnershipPlan, order: Sequence[int], prefetch: int, *, fetch
     for transfer in plan.transfers:
         if fetches:
             fetched.setdefault(min(position[use] for use in transfer.boundaries), []).append(transfer.index)
-        if reductions and transfer.trainable:
+        if reductions:
             last = max(plan.boundaries[use].backward_end for use in transfer.boundaries)
             reduced.setdefault(last, []).append(transfer.index)
     operations: list[Operation] = []

@@ -261,12 +261,13 @@ def test_schedules() -> None:
         ("fetch", 1),
         ("reduce", 5),
         ("reduce", 4),
+        ("reduce", 3),  # frozen: passed over, unless it is unfrozen later
         ("reduce", 2),
         ("reduce", 1),
         ("reduce", 0),
     ]
     kept = backward_schedule(_make_plan(4, False), prefetch=1)
-    assert [kind for kind, _ in _kinds(kept)] == ["reduce"] * 5
+    assert [kind for kind, _ in _kinds(kept)] == ["reduce"] * 6
     assert set(kept.entered.values()) == {0}
 
 
