@@ -12,10 +12,13 @@ import torch
 from dmuown.automodel import options
 from dmuown.automodel.grouping import GroupingRules
 from dmuown.automodel.optimizer_options import OPTIONS_BY_ALGORITHM, MatrixOptions
+from dmuown.automodel.option_checks import parse_policy
 from dmuown.errors import OptionError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from dmuown.policy.schema import ParamPolicy
 
 #: Options that belong to some algorithms only; None leaves them to the algorithm.
 _ALGORITHM_FIELDS = (
@@ -42,6 +45,12 @@ DEFAULT_POLICY: Mapping[str, Any] = {
         {"role": ["matrix", "expert"], "set": {"route": "muon"}},
         {"role": ["embedding", "head"], "set": {"route": "sharded_adamw"}},
     ],
+}
+
+#: The same under tensor parallelism, which cuts embeddings and heads already: its parts have one owner each.
+TENSOR_PARALLEL_POLICY: Mapping[str, Any] = {
+    "defaults": {"route": "adamw"},
+    "overrides": [{"role": ["matrix", "expert"], "set": {"route": "muon"}}],
 }
 
 
@@ -93,7 +102,8 @@ class DMuonOptions(MatrixOptions):
                 raise OptionError(entry.name, f"is no option of algorithm {self.algorithm!r}", "Leave it out")
             if entry.name in known and (value is not None or entry.name not in _OPTIONAL_HERE):
                 given[entry.name] = value
-        if given.get("param_policy") is None:
+        self.default_policy = given.get("param_policy") is None
+        if self.default_policy:
             given["param_policy"] = DEFAULT_POLICY
         self.chosen: MatrixOptions = chosen(**given)
         for name in given:
@@ -101,6 +111,15 @@ class DMuonOptions(MatrixOptions):
         self.lr = self.chosen.lr
         # Dtypes of computation and of gradients' reduction; the host's parallelizer fills them in.
         self.mixed_precision: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
+
+    def routes(self, *, tensor_parallel: bool = False) -> ParamPolicy:
+        """Return the policy of the runtime: the YAML's, or the default for a model that is cut as said."""
+        if self.default_policy and tensor_parallel:
+            parsed = parse_policy(TENSOR_PARALLEL_POLICY)
+            assert parsed is not None
+            return parsed
+        policy: ParamPolicy = self.param_policy
+        return policy
 
     def grouping_rules(self) -> GroupingRules:
         """Return where each parameter goes, as the chosen algorithm's configuration does."""
@@ -120,8 +139,8 @@ class DMuonOptions(MatrixOptions):
         """Give every parameter of `model` an owner, and build the optimizer of what this rank owns.
 
         Args:
-            model: The model with whole parameters, equal on all ranks.
-            device_mesh: Unused: all ranks are owners.
+            model: The model with whole parameters, equal on all ranks, or cut by tensor parallelism alone.
+            device_mesh: The host's mesh; its data-parallel ranks are owners. None: all ranks.
             is_peft: Whether adapters are trained; nothing here depends on it.
 
         Raises:
@@ -129,7 +148,7 @@ class DMuonOptions(MatrixOptions):
         """
         from dmuown.automodel.ownership import build_owned
 
-        return build_owned(self, model)
+        return build_owned(self, model, device_mesh)
 
 
 _ALL: tuple[type[MatrixOptions], ...] = (*OPTIONS_BY_ALGORITHM.values(), DMuonOptions)

@@ -24,29 +24,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dmuown.automodel.dmuon_options import DMuonOptions
 from dmuown.automodel.grouping import build_param_groups
 from dmuown.errors import OptionError
 from dmuown.policy.schema import ParamPolicy, PolicyFields
 
-_SIZES = ("tp_size", "pp_size", "cp_size", "ep_size")
+#: Sizes that must be 1, and why.
+_REFUSED = {
+    "pp_size": "the runtime moves parameters in one model's forward and backward, and a stage's schedule has several "
+    "under way at once",
+    "ep_size": "an expert lies on the ranks of one expert group alone, and the runtime's owners are those of all "
+    "data-parallel ranks",
+    "cp_size": "the two have not been tried together, as torch's context parallelism has no CPU kernels to test on",
+}
 
 
 def check_sizes(distributed: Mapping[str, Any] | None) -> None:
-    """Refuse parallelism that the runtime is not wired into the host for.
+    """Refuse parallelism that the runtime is not wired into the host for; tensor parallelism and replicas are taken.
 
     Raises:
-        OptionError: Tensor, pipeline, context or expert parallelism, or a strategy other than fsdp2.
+        OptionError: What is refused, why, and what to use.
     """
     section = distributed or {}
-    for name in _SIZES:
+    for name, reason in _REFUSED.items():
         if (section.get(name) or 1) != 1:
             raise OptionError(
                 f"distributed.{name}",
-                f"must be 1 under DMuonConfig, got {section[name]}",
-                "Use another configuration of dmuown.automodel, such as MuownConfig",
+                f"must be 1 under DMuonConfig, got {section[name]}: {reason}",
+                "Use another configuration of dmuown.automodel, such as MuownConfig: it steps sharded parameters",
             )
     if section.get("strategy", "fsdp2") != "fsdp2":
         raise OptionError("distributed.strategy", f"must be fsdp2 under DMuonConfig, got {section['strategy']!r}")
@@ -75,12 +82,15 @@ def whole_parameters(options: DMuonOptions) -> Iterator[None]:
         model_parallelizer._DEFAULT_PARALLELIZER = before
 
 
-def build_owned(options: DMuonOptions, model: nn.Module) -> list[torch.optim.Optimizer]:
+def build_owned(
+    options: DMuonOptions, model: nn.Module, device_mesh: DeviceMesh | None = None
+) -> list[torch.optim.Optimizer]:
     """Dedicate a model's parameters and build its optimizer.
 
     Args:
         options: The configuration.
-        model: Whole parameters, equal on all ranks.
+        model: Parameters that are whole, equal on all ranks, or cut by tensor parallelism alone.
+        device_mesh: The host's mesh; its data-parallel ranks are the owners. None: all ranks are.
 
     Raises:
         OptionError: The model is cut into parts, or already sharded.
@@ -98,13 +108,10 @@ def build_owned(options: DMuonOptions, model: nn.Module) -> list[torch.optim.Opt
             "has sharded the model before DMuonConfig could dedicate it",
             "Use dmuown finetune, or recipe: dmuown.automodel.recipe.FinetuneRecipe",
         )
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    device = next(model.parameters()).device.type
-    mesh = init_device_mesh(device, (ranks,), mesh_dim_names=("dmuown_owner",))
-    policy = policy_with_precision(options)
+    policy = policy_with_precision(options, tensor_parallel=tensor_parallel_size(device_mesh) > 1)
     dedicate_params(
         model,
-        mesh,
+        owner_mesh(device_mesh, next(model.parameters()).device.type),
         predicate=lambda name, parameter: True,
         hook_boundary_predicate=adapter_boundaries(model),
         param_policy=policy,
@@ -114,6 +121,24 @@ def build_owned(options: DMuonOptions, model: nn.Module) -> list[torch.optim.Opt
     (groups,) = build_param_groups([model], options.grouping_rules())
     split = dedicated_param_groups(model, groups, algorithm=options.algorithm)
     return [options.optimizer_class()(split, **options.optimizer_options())]
+
+
+def owner_mesh(device_mesh: DeviceMesh | None, device: str) -> DeviceMesh:
+    """Return the mesh that FSDP2 would shard over, replicas included: the ranks that hold the same parameters."""
+    from nemo_automodel.components.distributed.mesh_utils import get_fsdp_dp_mesh
+
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if device_mesh is None or device_mesh.size() == 1:
+        return init_device_mesh(device, (ranks,), mesh_dim_names=("dmuown_owner",))
+    mesh: DeviceMesh = get_fsdp_dp_mesh(device_mesh)
+    return mesh
+
+
+def tensor_parallel_size(device_mesh: DeviceMesh | None) -> int:
+    """Ranks of tensor parallelism in the host's mesh."""
+    if device_mesh is None or "tp" not in (device_mesh.mesh_dim_names or ()):
+        return 1
+    return device_mesh["tp"].size()
 
 
 def adapter_boundaries(model: nn.Module) -> Callable[[nn.Module], bool] | None:
@@ -136,9 +161,9 @@ def adapter_boundaries(model: nn.Module) -> Callable[[nn.Module], bool] | None:
     return lambda module: id(module) in chosen and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
-def policy_with_precision(options: DMuonOptions) -> ParamPolicy:
+def policy_with_precision(options: DMuonOptions, *, tensor_parallel: bool = False) -> ParamPolicy:
     """The policy, with the host's mixed precision where it leaves `param_dtype` and `grad_dtype` open."""
-    policy: ParamPolicy = options.param_policy
+    policy = options.routes(tensor_parallel=tensor_parallel)
     compute, reduce = options.mixed_precision
     fields = {"param_dtype": compute, "grad_dtype": reduce}
     given = policy.defaults.given()
@@ -177,6 +202,20 @@ def wrap_checkpointer(checkpointer: Any, model: nn.Module) -> None:
 
     checkpointer.save_model, checkpointer.load_model = save_whole, load_whole
     checkpointer.save_optimizer, checkpointer.load_optimizer = save_state, load_state
+
+
+def sum_over_owners(count: int, model: nn.Module) -> int:
+    """Return the sum of what each owner of a dedicated model counts. Collective.
+
+    Tensor-parallel ranks step the parts of the same matrices: each of them has owners, and their sum, of its own.
+    """
+    from dmuown.ownership import runtime_of
+
+    link = runtime_of(model).link
+    total = torch.tensor(count, device=next(model.parameters()).device)
+    if link.group is not None:
+        dist.all_reduce(total, group=link.group)
+    return int(total)
 
 
 def clip_before_step(optimizer: torch.optim.Optimizer, model: nn.Module, max_norm: float) -> list[torch.Tensor]:

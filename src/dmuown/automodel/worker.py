@@ -80,11 +80,11 @@ def _reporting(recipe_class: Any) -> Any:
             start = time.perf_counter()
             result = super().run_train_validation_loop()
             self.dmuown_summary.seconds = time.perf_counter() - start
-            if self.dmuown_owned and torch.distributed.get_world_size() > 1:
-                # Every owner counts its own.
-                count = torch.tensor(self.dmuown_summary.orthogonalized, device=self.dist_env.device)
-                torch.distributed.all_reduce(count)
-                self.dmuown_summary.orthogonalized = int(count)
+            if self.dmuown_owned:
+                from dmuown.automodel.ownership import sum_over_owners
+
+                summary = self.dmuown_summary
+                summary.orthogonalized = sum_over_owners(summary.orthogonalized, self.model_parts[0])
             return result
 
         def _make_progress_bar(self, total: int | None = None, initial: int = 0) -> ProgressReport | None:

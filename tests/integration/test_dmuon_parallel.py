@@ -1,0 +1,95 @@
+"""The ownership runtime beside tensor parallelism and replicas of the host, on four processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from dmuown.automodel.conversion import read_weights
+from dmuown.automodel.summary import RunSummary
+from tests.integration.tiny import MATRICES, dmuown, recipe, write_checkpoint, write_data, write_recipe
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+
+TENSOR_PARALLEL = ("--distributed.tp_size", "2")
+SEQUENCE_PARALLEL = (*TENSOR_PARALLEL, "--distributed.sequence_parallel", "true")
+# Four data-parallel ranks for eight samples.
+REPLICAS = ("--distributed.dp_replicate_size", "2", "--step_scheduler.local_batch_size", "2")
+
+
+class Run(NamedTuple):
+    folder: Path
+    summary: RunSummary
+    log: list[dict[str, Any]]
+
+    def column(self, key: str) -> list[float]:
+        return [record[key] for record in self.log]
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("assets")
+    write_checkpoint(folder / "model")
+    write_data(folder / "train.jsonl", range(200))
+    write_data(folder / "validation.jsonl", range(200, 216))
+    return folder
+
+
+def finetune(assets: Path, name: str, config: str, *arguments: str) -> Run:
+    folder = assets / name
+    content = recipe(assets, folder)
+    content["optimizer"]["_target_"] = f"dmuown.automodel.{config}"
+    content["dmuown"] = {"health": True}
+    file = write_recipe(assets / f"{name}.yaml", content)
+    done = dmuown("finetune", str(file), "--nproc-per-node", "4", *arguments, cwd=assets, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    log = [json.loads(line) for line in (folder / "training.jsonl").read_text().splitlines()]
+    return Run(folder, RunSummary.load(folder), log)
+
+
+@pytest.fixture(scope="module")
+def sharded(assets: Path) -> Run:
+    """FSDP2 and tensor parallelism of the host, without the runtime."""
+    return finetune(assets, "sharded", "MuownConfig", *TENSOR_PARALLEL)
+
+
+@pytest.fixture(scope="module")
+def owned(assets: Path) -> Run:
+    return finetune(assets, "owned", "DMuonConfig", *TENSOR_PARALLEL)
+
+
+def assert_alike(run: Run, other: Run) -> None:
+    assert run.column("loss") == pytest.approx(other.column("loss"), rel=2e-4)
+    assert run.column("grad_norm") == pytest.approx(other.column("grad_norm"), rel=2e-3)
+    for key in ("update_to_weight_mean", "magnitude_mean"):
+        assert run.column(f"dmuown/{key}") == pytest.approx(other.column(f"dmuown/{key}"), rel=1e-2)
+    assert run.summary.orthogonalized == run.summary.matrices == MATRICES
+    assert run.column("dmuown/orthogonalized") == [MATRICES] * 6
+
+
+def test_tensor_parallel_owners_train_as_fsdp2_does(owned: Run, sharded: Run) -> None:
+    assert owned.column("loss")[-1] < owned.column("loss")[0] - 1
+    assert_alike(owned, sharded)
+    ours, theirs = (read_weights(Path(str(run.summary.consolidated))) for run in (owned, sharded))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor.float(), theirs[name].float(), rtol=2e-2, atol=2e-3)
+
+
+def test_tensor_parallel_runs_resume_exactly(assets: Path, owned: Run) -> None:
+    checkpoint = owned.folder / "epoch_0_step_2"
+    restore = ("--checkpoint.restore_from", str(checkpoint))
+    resumed = finetune(assets, "resumed", "DMuonConfig", *TENSOR_PARALLEL, *restore)
+    assert resumed.column("loss") == owned.column("loss")[3:]
+
+
+def test_sequence_parallel_norms_have_owners_too(assets: Path, sharded: Run) -> None:
+    assert_alike(finetune(assets, "sequence", "DMuonConfig", *SEQUENCE_PARALLEL), sharded)
+
+
+def test_replicas_are_owners(assets: Path, sharded: Run) -> None:
+    assert_alike(finetune(assets, "replicas", "DMuonConfig", *REPLICAS), sharded)
