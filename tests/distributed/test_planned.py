@@ -85,3 +85,80 @@ def test_plan_is_what_ranks_do(ranks4: RankPool, tmp_path: Path, algorithm: str,
         for kind in ("all_to_all", "all_gather"):
             assert sum(bucket.collectives.get(kind, 0) for bucket in plan.buckets) == real[kind]
     assert plan.matrices == 21
+
+
+def _owners(rank: int, world_size: int, tp: int) -> dict[str, Any]:
+    import transformers
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    from dmuown.automodel.dmuon_options import DMuonOptions
+    from dmuown.automodel.grouping import build_param_groups
+    from dmuown.ownership import dedicate_params, dedicated_records, runtime_of
+    from dmuown.ownership.groups import dedicated_param_groups
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**CONFIG, pad_token_id=0, use_cache=False)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    mesh = init_device_mesh("cpu", (world_size // tp, tp), mesh_dim_names=("shard", "tp"))
+    if tp > 1:
+        plan: dict[str, Any] = {
+            "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+            **{f"model.layers.*.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+            **{f"model.layers.*.mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")},
+            "model.layers.*.self_attn.o_proj": RowwiseParallel(),
+            "model.layers.*.mlp.down_proj": RowwiseParallel(),
+            "lm_head": ColwiseParallel(output_layouts=Replicate()),
+        }
+        parallelize_module(model, mesh["tp"], plan)
+    options = DMuonOptions(**OPTIONS)
+    dedicate_params(
+        model, mesh["shard"], predicate=lambda *_: True, param_policy=options.routes(tensor_parallel=tp > 1)
+    )
+    (groups,) = build_param_groups([model], options.grouping_rules())
+    optimizer: Any = options.optimizer_class()(dedicated_param_groups(model, groups), **options.optimizer_options())
+    runtime = runtime_of(model)
+    tokens = torch.randint(0, config.vocab_size, (2, 8), generator=torch.Generator().manual_seed(rank // tp))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    counts = {kind: list(count) for kind, count in runtime.link.counts.items()}
+    parameters = gradients = state = 0
+    for record in dedicated_records(model).values():
+        if record.owned:
+            parameters += record.local_home().numel() * 4
+            gradients += record.local_home().numel() * 4
+    optimizer.step()
+    for buffers in optimizer.state.values():
+        for value in buffers.values():
+            local = value.to_local() if isinstance(value, DTensor) else value
+            state += local.numel() * local.element_size()
+    return {
+        "owners": runtime.plan.owners,
+        "counts": counts,
+        "parameters": parameters,
+        "gradients": gradients,
+        "state": state,
+        "exchanged": optimizer.exchange_count.bytes_sent,
+        "matrices": optimizer.exchange_count.matrices,
+    }
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_plan_is_what_owners_do(ranks4: RankPool, tmp_path: Path, tp: int) -> None:
+    pytest.importorskip("transformers")
+    done = ranks4.run(_owners, tp)
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps(CONFIG))
+    optimizer = {"_target_": "dmuown.automodel.DMuonConfig", **OPTIONS}
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump({"model": {"torch_dtype": "float32", "force_hf": True}, "optimizer": optimizer}))
+    plan = plan_job(file, world_size=4, sizes={"tp": tp}, model_config=model)
+    (owned,) = plan.ownership
+    for rank, real in enumerate(done):
+        assert owned.plan.owners == real["owners"]
+        totals = {kind: [total["collectives"], total["bytes"]] for kind, total in owned.plan.per_step().items()}
+        assert totals == real["counts"]
+        assert plan.ranks.parameters[rank] == real["parameters"]
+        assert plan.ranks.sent[rank] - owned.moved[rank // tp] == real["exchanged"]
+        assert plan.ranks.matrices[rank] == real["matrices"]
+        assert plan.ranks.state[rank] == real["state"]
+        assert plan.ranks.gradients[rank] == real["gradients"]
+    assert sum(owned.moved) == sum(size for _, size in done[0]["counts"].values()) * (4 // tp - 1)

@@ -230,7 +230,7 @@ def _entries(document: Document, folder: Path, weights: Mapping[str, Tensor]) ->
 
 
 def _optimizer(document: Document, entries: Sequence[ParameterRole]) -> tuple[nn.Module, MuonEngine]:
-    from dmuown.automodel.planned.plan import trainable_flags
+    from dmuown.automodel.planned.model import trainable_flags
 
     section = document.get("optimizer")
     target = section.get("_target_") if isinstance(section, Mapping) else None

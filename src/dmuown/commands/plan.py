@@ -41,18 +41,18 @@ def plan(
     from dmuown.automodel.planned import plan_job
     from dmuown.commands.output import print_json
 
-    parameters = None
+    known = None
     if deep:
-        from dmuown.automodel.planned.deep import deep_parameters
+        from dmuown.automodel.planned.deep import deep_model
 
-        parameters = deep_parameters(config, context.args, model_config)
+        known = deep_model(config, context.args, model_config)
     found = plan_job(
         config,
         context.args,
         world_size=world_size,
         sizes={"tp": tp, "ep": ep, "pp": pp, "replicas": replicas},
         model_config=model_config,
-        parameters=parameters,
+        known=known,
     )
     if as_json:
         print_json(found.to_dict(every_rank=ranks))
@@ -71,7 +71,7 @@ def _lines(found: JobPlan, every_rank: bool) -> list[str]:
         "",
         "Routes",
     ]
-    header = ("parameters", "count", "shape", "role", "route", "algorithm", "lr", "decay", "split")
+    header = ("parameters", "count", "shape", "role", "route", "algorithm", "lr", "decay", "blocks", "split")
     lines += table(
         header,
         [
@@ -84,6 +84,7 @@ def _lines(found: JobPlan, every_rank: bool) -> list[str]:
                 row.algorithm,
                 "-" if row.lr is None else f"{row.lr:.3g}",
                 "-" if row.weight_decay is None else f"{row.weight_decay:.3g}",
+                row.blocks or "-",
                 row.split,
             )
             for row in found.routes
@@ -141,14 +142,14 @@ def _rank_lines(found: JobPlan, every_rank: bool) -> list[str]:
         return f"{value:,.0f}" if name == "matrices" else size(value)
 
     columns = found.ranks.columns()
+    titles = _RANK_TITLES | ({"sent": "moved a step"} if found.ownership else {})
     if every_rank:
         rows = [
-            (rank, *(text(name, columns[name][rank]) for name in _RANK_TITLES))
-            for rank in range(found.cluster.world_size)
+            (rank, *(text(name, columns[name][rank]) for name in titles)) for rank in range(found.cluster.world_size)
         ]
-        return table(("rank", *_RANK_TITLES.values()), rows, right=range(len(_RANK_TITLES) + 1))
+        return table(("rank", *titles.values()), rows, right=range(len(titles) + 1))
     rows = []
-    for name, title in _RANK_TITLES.items():
+    for name, title in titles.items():
         low = spread(columns[name])
         rows.append((title, *(text(name, low[key]) for key in ("min", "mean", "max")), int(low["max_rank"])))
     return table(("", "least", "mean", "most", "on rank"), rows, right=(1, 2, 3, 4))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import yaml
 
 ROOT = Path(__file__).parents[3]
-SHIPPED = sorted((ROOT / "configs/automodel").glob("*.yaml"))
+SHIPPED = [*sorted((ROOT / "configs/automodel").glob("*.yaml")), *sorted((ROOT / "examples/automodel").glob("*.yaml"))]
 
 #: Shapes of a model of every family that the recipes name, deep enough for what they freeze.
 CONFIGS: dict[str, dict[str, Any]] = {

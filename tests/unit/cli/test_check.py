@@ -160,6 +160,34 @@ def test_exit_codes_and_json(tmp_path: Path) -> None:
     assert run(app, ["check", str(tmp_path / "none.yaml")]).exit_code == 1
 
 
+OWNERS = next(file for file in SHIPPED if "dmuon" in file.stem)
+
+
+@pytest.mark.parametrize("size", ["pp_size", "ep_size", "cp_size"])
+def test_parallelism_that_owners_cannot_serve_is_refused_with_its_reason(tmp_path: Path, size: str) -> None:
+    recipe = load(OWNERS, tmp_path)
+    recipe["distributed"] |= {size: 2, **({"pipeline": {}} if size == "pp_size" else {})}
+    (problem,) = checked(recipe, tmp_path).errors
+    assert problem.key == f"distributed.{size}"
+    assert problem.rule.startswith("must be 1 under DMuonConfig, got 2: ")
+    assert "MuownConfig" in problem.remedy
+
+
+def test_tensor_parallelism_has_a_default_policy_and_checks_another(tmp_path: Path) -> None:
+    recipe = load(OWNERS, tmp_path)
+    recipe["distributed"]["tp_size"] = 2
+    policy = recipe["optimizer"].pop("param_policy")
+    assert not checked(recipe, tmp_path).errors
+    cut = [rule["set"]["route"] for rule in policy["overrides"] if "embedding" in rule.get("role", [])]
+    assert cut == ["sharded_adamw"], "the shipped policy has what tensor parallelism does not bear"
+    recipe["optimizer"]["param_policy"] = policy
+    (problem,) = checked(recipe, tmp_path).errors
+    assert problem.key == "optimizer.param_policy"
+    assert "model.embed_tokens.weight is on sharded_adamw" in problem.rule
+    recipe["distributed"]["tp_size"] = 1
+    assert not checked(recipe, tmp_path).errors
+
+
 def test_neither_the_host_nor_a_model_is_imported(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(load(SHIPPED[-1], tmp_path)))

@@ -142,11 +142,140 @@ def test_ownership_gives_each_matrix_one_owner(tmp_path: Path) -> None:
     # Master copies are fp32, and nothing is held twice.
     assert sum(plan.ranks.parameters) == plan.elements * 4
     (owned,) = plan.ownership
-    assert sorted(name for names in owned.stepped for name in names) == sorted(
+    assert sorted(name for names in owned.owned for name in names) == sorted(
         entry.name for entry in model_parameters(config) if entry.role not in (Role.EMBEDDING, Role.HEAD)
     )
-    moved = owned.plan.per_step()
-    assert set(moved) == {"broadcast", "reduce", "all_gather", "reduce_scatter"}
+    totals = owned.plan.per_step()
+    assert set(totals) == {"broadcast", "reduce", "all_gather", "reduce_scatter"}
+    # A collective of one buffer has three ranks of four receive it, or give to it.
+    assert sum(plan.ranks.sent) == sum(total["bytes"] for total in totals.values()) * 3
+    largest = max(range(4), key=lambda rank: plan.ranks.parameters[rank])
+    assert plan.ranks.sent[largest] == min(plan.ranks.sent), "an owner does not receive its own"
+
+
+def test_owners_of_tensor_parallel_parts(tmp_path: Path) -> None:
+    config = TINY | {"model_type": "llama"}
+    optimizer = {"_target_": "dmuown.automodel.DMuonConfig", "algorithm": "muown"}
+    plan = planned(tmp_path, config, optimizer, world_size=4, sizes={"tp": 2})
+    (owned,) = plan.ownership
+    assert len(owned.owned) == 2
+    assert plan.matrices == 28
+    rows = {row.pattern: row for row in plan.routes}
+    assert rows["model.layers.*.self_attn.o_proj.weight"].split == "one owner, tp x2 cuts axis 1"
+    assert (rows["lm_head.weight"].route, rows["lm_head.weight"].split) == ("adamw", "one owner, tp x2 cuts axis 0")
+    assert rows["model.norm.weight"].split == "one owner"
+    norms = sum(row.count * math.prod(row.shape) for row in plan.routes if row.role == "norm")
+    # Tensor-parallel ranks share everything but norms, which both have.
+    assert sum(plan.ranks.parameters) == (plan.elements + norms) * 4
+    alone = planned(tmp_path, config, optimizer, world_size=2)
+    within = planned(tmp_path, config, optimizer, world_size=2, sizes={"tp": 2})
+    assert sum(within.ranks.work) == sum(alone.ranks.work)
+    # One owner moves nothing over data-parallel ranks; its halves exchange matrices.
+    assert within.ranks.sent == [sum(bucket_bytes(within)) / 2] * 2
+
+
+def bucket_bytes(plan: JobPlan) -> list[float]:
+    """What two halves of every matrix send: half of it there, and half of its update back."""
+    return [row.count * math.prod(row.shape) * 2.0 * 2 / 2 for row in plan.routes if row.algorithm == "muown"]
+
+
+def test_precision_of_the_policy_counts(tmp_path: Path) -> None:
+    policy = {
+        "defaults": {"route": "muon", "master_dtype": "bf16", "optim_dtype": "fp32"},
+        "overrides": [{"role": ["norm", "embedding", "head"], "set": {"route": "adamw"}}],
+    }
+    target = {"_target_": "dmuown.automodel.DMuonConfig", "algorithm": "muon", "param_policy": policy}
+    plan = planned(tmp_path, TINY | {"model_type": "llama"}, target, world_size=2)
+    assert sum(plan.ranks.parameters) == plan.elements * 2
+    matrices = sum(row.count * math.prod(row.shape) for row in plan.routes if row.algorithm == "muon")
+    others = sum(row.count for row in plan.routes if row.algorithm == "adamw")
+    assert sum(plan.ranks.state) == 4 * matrices + 8 * (plan.elements - matrices) + 4 * others
+
+
+def test_fused_weights_show_their_blocks(tmp_path: Path) -> None:
+    config = TINY | MOE | {"model_type": "qwen3_moe", "head_dim": 8}
+    whole = planned(tmp_path, config, world_size=2)
+    cut = planned(tmp_path, config, {"auto_split": True}, world_size=2)
+    assert {row.blocks for row in whole.routes} == {""}
+    fused = {row.pattern: row.blocks for row in cut.routes if row.blocks}
+    assert fused == {"model.layers.*.mlp.experts.gate_and_up_projs": "gate 24, up 24"}
+    assert cut.matrices == whole.matrices + 4 * 8  # each of 8 experts in 4 layers is two matrices
+    # Two matrices of 24 x 32 for one of 48 x 32, iterated on the shorter side.
+    steps = 5
+    before, after = (2.0 * steps * (2 * s * s * long + s**3) for s, long in ((32, 48), (24, 32)))
+    assert sum(cut.ranks.work) - sum(whole.ranks.work) == pytest.approx(4 * 8 * (2 * after - before))
+
+
+LORA = {"_target_": "nemo_automodel.components._peft.lora.PeftConfig", "dim": 4}
+
+
+def adapted(folder: Path, config: dict[str, Any], peft: Any, **options: Any) -> JobPlan:
+    file, recipe = write(folder, config)
+    recipe.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | {"peft": peft}))
+    return plan_job(recipe, model_config=file, **{"world_size": 1, **options})
+
+
+def test_adapters_are_planned(tmp_path: Path) -> None:
+    config = TINY | {"model_type": "llama"}
+    plan = adapted(tmp_path, config, LORA | {"lora_dtype": "float32"})
+    rows = {row.pattern: row for row in plan.routes}
+    assert rows["model.layers.*.mlp.up_proj.weight"].algorithm == "frozen"
+    assert rows["model.layers.*.mlp.up_proj.lora_A.weight"].shape == (4, 32)
+    assert rows["model.layers.*.mlp.up_proj.lora_B.weight"].shape == (48, 4)
+    assert plan.matrices == 2 * 28
+    # q, o: 32 + 32; k, v: 32 + 16; gate, up, down: 32 + 48; times rank 4, in 4 layers.
+    trained = 4 * 4 * (2 * 64 + 2 * 48 + 3 * 80)
+    assert plan.trainable == trained
+    assert plan.ranks.gradients == [trained * 4]
+    assert plan.ranks.parameters == [(plan.elements - trained) * 2 + trained * 4]
+    assert adapted(tmp_path, config, LORA | {"match_all_linear": True}).matrices == 2 * 29
+    assert adapted(tmp_path, config | {"tie_word_embeddings": True}, LORA | {"match_all_linear": True}).matrices == 58
+    assert adapted(tmp_path, config, LORA | {"exclude_modules": ["*_proj"]}).matrices == 2
+    one = adapted(tmp_path, config, LORA | {"target_modules": "*.layers.1.*.q_proj", "use_dora": True})
+    assert one.matrices == 2
+    assert one.trainable == 4 * 64 + 32
+    tensor_parallel = adapted(tmp_path, config, LORA, world_size=2, sizes={"tp": 2})
+    cuts = {row.pattern.removeprefix("model.layers.*."): row.split for row in tensor_parallel.routes}
+    assert cuts["self_attn.q_proj.lora_A.weight"] == "tp x2 cuts axis 0"
+    assert cuts["mlp.down_proj.lora_B.weight"] == "tp x2 cuts axis 1"
+
+
+def test_adapters_of_experts(tmp_path: Path) -> None:
+    config = TINY | MOE | {"model_type": "qwen3_moe", "head_dim": 8}
+    plan = adapted(tmp_path, config, LORA | {"target_modules": ["*experts"], "moe_rank_scaling": True})
+    shapes = {row.pattern.rpartition(".")[2]: row.shape for row in plan.routes if row.algorithm == "muown"}
+    assert shapes == {
+        "lora_gate_and_up_A": (8, 32, 2),
+        "lora_gate_and_up_B": (8, 2, 48),
+        "lora_down_A": (8, 24, 2),
+        "lora_down_B": (8, 2, 32),
+    }
+    assert plan.matrices == 4 * 4 * 8
+
+
+@pytest.mark.parametrize(
+    ("peft", "key"),
+    [
+        (3, "peft"),
+        ({"_target_": "my.Adapters"}, r"peft\._target_"),
+        (LORA | {"dim": 0}, r"peft\.dim"),
+        (LORA | {"target_modules": 4}, r"peft\.target_modules"),
+        (LORA | {"target_modules": ["("]}, r"peft\.target_modules"),
+        (LORA | {"target_modules": ["*.nowhere"]}, "peft: adapts no module"),
+        (LORA | {"target_modules": ["*_proj"], "match_all_linear": True}, "peft: takes one of"),
+        (LORA | {"lora_dtype": "int3"}, r"peft\.lora_dtype"),
+        (LORA | {"use_dora": "much"}, r"peft\.use_dora"),
+    ],
+)
+def test_wrong_adapters(tmp_path: Path, peft: Any, key: str) -> None:
+    with pytest.raises(OptionError, match=f"^{key}"):
+        adapted(tmp_path, TINY | {"model_type": "llama"}, peft)
+
+
+def test_a_recipe_without_a_model_says_what_to_write(tmp_path: Path) -> None:
+    _, recipe = write(tmp_path, TINY)
+    with pytest.raises(OptionError, match=r"^model\.pretrained_model_name_or_path: is missing.*--model-config"):
+        plan_job(recipe, world_size=1)
 
 
 def test_pipeline_stages_hold_their_layers(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def _check_routes(
     if document.get("peft") is not None or report.has_error("freeze_config"):
         return  # what is trained is not known
     from dmuown.automodel.grouping import group_parameters
-    from dmuown.automodel.planned.plan import trainable_flags
+    from dmuown.automodel.planned.model import trainable_flags
 
     flags = trainable_flags(document, parameters)
     trained = [entry for entry, flag in zip(parameters, flags, strict=True) if flag]
@@ -127,6 +127,29 @@ def _check_routes(
                 group_parameters(trained, options.grouping_rules())
     except ParameterError as error:
         report.error("optimizer.param_policy", f"{error.subject} {error.rule}", error.remedy)
+        return
+    if isinstance(options, DMuonOptions) and relations.parallel_size(document, "tp_size") > 1:
+        _check_cut_twice(options, parameters, report)
+
+
+def _check_cut_twice(options: DMuonOptions, parameters: Sequence[ParameterRole], report: Report) -> None:
+    """What tensor parallelism cuts already has no shards for `sharded_adamw`."""
+    from dmuown.automodel.planned.cluster import tensor_parallel_axis
+    from dmuown.policy.resolve import resolve_routes
+
+    routes = resolve_routes(
+        {entry.name: entry.parameter for entry in parameters},
+        policy=options.routes(tensor_parallel=True),
+        roles={entry.name: entry.role.value for entry in parameters},
+    ).routes
+    for entry in parameters:
+        if routes[entry.name].route == "sharded_adamw" and tensor_parallel_axis(entry) is not None:
+            report.error(
+                "optimizer.param_policy",
+                f"{entry.name} is on sharded_adamw, and distributed.tp_size cuts it already",
+                "Use route adamw for it",
+            )
+            return
 
 
 def _check_host(report: Report) -> None:

@@ -3,8 +3,11 @@
 cluster    the meshes of ranks that the host would make, and how each parameter would lie on them
 exchange   owners, work and bytes of the engine's exchange, by rank
 ownership  the same for the ownership runtime
+model      the parameters, which are trained, adapters
 memory     bytes by rank
-plan       all of it, from a YAML
+routes     the route table
+stage      all of it for one pipeline stage
+plan       all of it for a job, from its YAML
 """
 
 from __future__ import annotations

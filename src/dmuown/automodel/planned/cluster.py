@@ -22,8 +22,12 @@ from dmuown.errors import OptionError
 from dmuown.policy.roles import ParameterRole, Role
 
 # The host's plans of tensor parallelism: outputs of these are split over ranks (colwise), inputs of those (rowwise).
-_COLWISE = re.compile(r"(q_proj|k_proj|v_proj|qkv_proj|gate_proj|up_proj|gate_up_proj)\.(weight|bias)$")
-_ROWWISE = re.compile(r"(o_proj|down_proj)\.weight$")
+# Adapters are cut on the axis of the weight they stand beside.
+_COLWISE = re.compile(
+    r"(q_proj|k_proj|v_proj|qkv_proj|gate_proj|up_proj|gate_up_proj|lm_head)"
+    r"\.(weight|bias|lora_magnitude|lora_[AB]\.weight)$"
+)
+_ROWWISE = re.compile(r"(o_proj|down_proj)\.(lora_[AB]\.)?weight$")
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 
 
@@ -83,6 +87,11 @@ class Cluster:
         """Mesh of experts of a stage: (shard, ep, tp); tensor-parallel ranks hold the same experts."""
         return _mesh((self.data_parallel // self.ep, self.ep, self.tp), ("shard", "ep", "tp"))
 
+    @cached_property
+    def tensor_parallel_mesh(self) -> DeviceMesh | None:
+        """Mesh of the tensor-parallel ranks alone; None for a single one."""
+        return _mesh((self.tp,), ("tp",))
+
     def describe(self) -> str:
         """The sizes in words."""
         shard = self.data_parallel // self.replicas
@@ -107,14 +116,24 @@ def place(entry: ParameterRole, cluster: Cluster, dtype: torch.dtype) -> Tensor:
     if entry.role is Role.EXPERT and cluster.ep > 1:
         # The host shards experts over ep, and over the rest on the axis after it.
         return _distribute(shape, cluster.expert_mesh, (Shard(1), Shard(0), Replicate()), dtype)
-    split = _tensor_parallel_axis(entry) if cluster.tp > 1 else None
+    split = tensor_parallel_axis(entry) if cluster.tp > 1 else None
     tensor: Placement = Replicate() if split is None else Shard(split)
     # What tensor parallelism cut along axis 0 before, FSDP2 cuts again.
     fsdp: Placement = _StridedShard(0, split_factor=cluster.tp) if split == 0 else Shard(0)
     return _distribute(shape, cluster.dense_mesh, (Replicate(), fsdp, tensor), dtype)
 
 
-def _tensor_parallel_axis(entry: ParameterRole) -> int | None:
+def place_tensor_parallel(entry: ParameterRole, cluster: Cluster, dtype: torch.dtype) -> Tensor:
+    """Return a parameter as tensor parallelism alone cuts it: what an owner holds, seen from the first of its ranks."""
+    split = tensor_parallel_axis(entry)
+    shape = tuple(entry.parameter.shape)
+    if cluster.tp == 1 or split is None:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    return _distribute(shape, cluster.tensor_parallel_mesh, (Shard(split),), dtype)
+
+
+def tensor_parallel_axis(entry: ParameterRole) -> int | None:
+    """The axis on which the host's plans of tensor parallelism cut a parameter; None where each rank has it whole."""
     if entry.role in (Role.EMBEDDING, Role.HEAD) or _COLWISE.search(entry.name):
         return 0
     return 1 if _ROWWISE.search(entry.name) else None

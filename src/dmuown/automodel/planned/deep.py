@@ -8,14 +8,13 @@ from pathlib import Path
 import torch
 
 from dmuown.automodel.checks.document import read_document
-from dmuown.automodel.planned.plan import SHAPE_KEYS
+from dmuown.automodel.planned.model import NAME, SHAPE_KEYS, KnownModel
 from dmuown.errors import MissingDependencyError, OptionError
-from dmuown.policy.roles import ParameterRole, describe_parameters
+from dmuown.policy.fused import fused_splits
+from dmuown.policy.roles import describe_parameters
 
 
-def deep_parameters(
-    path: str | Path, overrides: Sequence[str] = (), model_config: Path | None = None
-) -> list[ParameterRole]:
+def deep_model(path: str | Path, overrides: Sequence[str] = (), model_config: Path | None = None) -> KnownModel:
     """Build the model of a YAML without weights, and describe its parameters.
 
     Raises:
@@ -27,9 +26,9 @@ def deep_parameters(
     except ImportError:
         raise MissingDependencyError("transformers", "is not installed", 'pip install "dmuown[automodel]"') from None
     document = read_document(path, overrides)
-    named = model_config or document.get("model.pretrained_model_name_or_path")
+    named = model_config or document.get(NAME)
     if named is None:
-        raise OptionError("model.pretrained_model_name_or_path", "is missing", "Write it, or pass --model-config")
+        raise OptionError(NAME, "is missing", "Write it, or give the model's config.json with --model-config")
     try:
         # Never the checkpoint's own code.
         config = AutoConfig.from_pretrained(str(named), trust_remote_code=False)
@@ -43,4 +42,8 @@ def deep_parameters(
         raise OptionError(
             "model", f"transformers cannot build it: {first}", "Give its config.json: --model-config"
         ) from None
-    return describe_parameters(model, trainable_only=False)
+    return KnownModel(
+        describe_parameters(model, trainable_only=False),
+        fused_splits(model),
+        frozenset(name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)),
+    )

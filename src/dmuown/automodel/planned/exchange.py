@@ -129,9 +129,15 @@ def _chunks(bucket: Bucket, places: Sequence[Place], batch_size: int | None) -> 
 
 
 def state_bytes(
-    tensor: Tensor, layout: MatrixLayout | None, algorithm: str, rank: int, options: dict[str, Any]
+    tensor: Tensor,
+    layout: MatrixLayout | None,
+    algorithm: str,
+    rank: int,
+    options: dict[str, Any],
+    *,
+    dtype: torch.dtype | None = None,
 ) -> float:
-    """Bytes of optimizer state that a rank of the stage holds for one parameter."""
+    """Bytes of optimizer state that a rank holds for one parameter, in `dtype` or in the parameter's own."""
     from dmuown.algorithms import get_algorithm
 
     total = 0.0
@@ -144,7 +150,7 @@ def state_bytes(
             total += rows * batch * (spec.dtype or torch.float32).itemsize
         else:
             item = spec.dtype.itemsize if spec.dtype else _ITEM.get(options.get("state_precision") or "", 0)
-            total += local_numel(tensor, rank) * (item or tensor.dtype.itemsize)
+            total += local_numel(tensor, rank) * (item or (dtype or tensor.dtype).itemsize)
     return total
 
 

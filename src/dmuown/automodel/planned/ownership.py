@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dmuown.ownership.assignment import Item, assign_owners, step_cost
+from dmuown.ownership.assignment import Item, assign_owners
 from dmuown.ownership.boundaries import Boundary
 from dmuown.ownership.plan import Entry, OwnershipPlan, build_plan, shard_rows
 from dmuown.policy.resolve import ResolvedRoute
@@ -20,19 +20,20 @@ _BLOCK = re.compile(r"^(.*?\blayers\.\d+)\.")
 
 @dataclass(frozen=True)
 class OwnershipRanks:
-    """What each rank holds and does under the ownership runtime.
+    """What each rank of the data-parallel mesh owns and moves under the ownership runtime.
 
     Attributes:
         plan: Owners and transfers.
         parameters: Bytes of master copies and shards, by rank.
-        work: Floating-point operations of the optimizer, by rank.
-        stepped: Names of the parameters that each rank steps whole.
+        moved: Bytes of one step and micro-batch that a rank receives of other ranks' parameters and gives of gradients
+            to other ranks, by rank; padding included. Over all ranks: the buffers' bytes times ranks less one.
+        owned: Names of the parameters that each rank steps whole.
     """
 
     plan: OwnershipPlan
     parameters: list[float]
-    work: list[float]
-    stepped: list[list[str]]
+    moved: list[float]
+    owned: list[list[str]]
 
 
 def plan_ownership(
@@ -40,7 +41,8 @@ def plan_ownership(
     routes: Mapping[str, ResolvedRoute],
     ranks: int,
     *,
-    dtype: torch.dtype,
+    shapes: Mapping[str, Sequence[int]],
+    dtypes: Mapping[str, torch.dtype],
     trainable: Mapping[str, bool],
     reshard_after_forward: bool = True,
 ) -> OwnershipRanks:
@@ -50,7 +52,8 @@ def plan_ownership(
         entries: The model's parameters in order.
         routes: Their resolved routes.
         ranks: Ranks of the (replicate x) shard mesh.
-        dtype: Dtype of the model's parameters, for what the policy leaves open.
+        shapes: What a tensor-parallel rank has of each.
+        dtypes: Dtype of each, for what the policy leaves open.
         trainable: Whether each takes gradients.
         reshard_after_forward: As `dedicate_params`.
     """
@@ -69,12 +72,12 @@ def plan_ownership(
     planned = []
     for entry, home in zip(entries, homes, strict=True):
         route = routes[entry.name]
-        compute = route.param_dtype or dtype
+        compute = route.param_dtype or dtypes[entry.name]
         used = {index[home], *(index.get(_boundary(alias), index[home]) for alias in entry.aliases)}
         planned.append(
             Entry(
                 name=entry.name,
-                shape=tuple(entry.parameter.shape),
+                shape=tuple(shapes[entry.name]),
                 route=route.route,
                 owner=owners.get(entry.name),
                 boundaries=tuple(sorted(used)),
@@ -84,22 +87,33 @@ def plan_ownership(
             )
         )
     plan = build_plan(planned, boundaries, world_size=ranks, reshard_after_forward=reshard_after_forward)
-    held, work = [0.0] * ranks, [0.0] * ranks
-    stepped: list[list[str]] = [[] for _ in range(ranks)]
+    held = [0.0] * ranks
+    owned: list[list[str]] = [[] for _ in range(ranks)]
     for part in planned:
-        master = (routes[part.name].master_dtype or dtype).itemsize
-        cost = step_cost(part.shape, part.route == "muon") if part.trainable else 0
+        master = (routes[part.name].master_dtype or dtypes[part.name]).itemsize
         if part.owner is not None:
             held[part.owner] += math.prod(part.shape) * master
-            work[part.owner] += cost
-            stepped[part.owner].append(part.name)
+            owned[part.owner].append(part.name)
             continue
         rows, rest = shard_rows(part.shape[0], ranks), math.prod(part.shape[1:])
         for rank in range(ranks):
-            own = max(0, min(rows, part.shape[0] - rows * rank))
-            held[rank] += own * rest * master
-            work[rank] += cost * own / max(1, part.shape[0])
-    return OwnershipRanks(plan, held, work, stepped)
+            held[rank] += max(0, min(rows, part.shape[0] - rows * rank)) * rest * master
+    return OwnershipRanks(plan, held, _moved(plan), owned)
+
+
+def _moved(plan: OwnershipPlan) -> list[float]:
+    """Bytes by rank: of each buffer what others have to give when it is fetched, and to get when it is reduced."""
+    everywhere = 0.0
+    own = [0.0] * plan.world_size
+    fetches = 2 if plan.reshard_after_forward else 1
+    for transfer in plan.transfers:
+        size = fetches * transfer.fetch_bytes + (transfer.reduce_bytes if transfer.trainable else 0)
+        if transfer.kind == "owner":
+            everywhere += size
+            own[transfer.owner] += size
+        else:
+            everywhere += size * (plan.world_size - 1) / plan.world_size
+    return [everywhere - part for part in own]
 
 
 def _boundary(name: str) -> str:
