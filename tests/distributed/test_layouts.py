@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,9 @@ from tests.reference.muown import Muown
 from tests.reference.normuon import NorMuon
 from tests.reference.normuown import NorMuown
 from tests.reference.orthogonalize import polar_express
+
+#: What Muon and NorMuon orthogonalize with by default, as Dion does.
+DION = functools.partial(polar_express, safety_factor=1.02)
 
 TRANSPOSED = {"matrix_transposed": True}
 FLATTEN = {"flatten": True}
@@ -163,8 +167,8 @@ def test_ranks_may_know_unlike_numbers_of_groups() -> None:
 # ---------------------------------------------------------------------- against the equations
 
 ORACLES: dict[str, Callable[[Tensor], Any]] = {
-    "muon": lambda w: Muon(w, lr=0.05, weight_decay=0.1, nesterov=True, orthogonalize=polar_express),
-    "normuon": lambda w: NorMuon(w, lr=0.05, weight_decay=0.1, orthogonalize=polar_express),
+    "muon": lambda w: Muon(w, lr=0.05, weight_decay=0.1, nesterov=True, orthogonalize=DION),
+    "normuon": lambda w: NorMuon(w, lr=0.05, weight_decay=0.1, orthogonalize=DION),
     "muown": lambda w: Muown(w, lr=0.05, weight_decay=0.1),
     "normuown": lambda w: NorMuown(w, lr=0.05, weight_decay=0.1),
     "angular_muown": lambda w: AngularMuown(w, lr=0.05),

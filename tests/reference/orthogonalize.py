@@ -36,6 +36,20 @@ def polar_express_triples(safety_factor: float = 1.01) -> tuple[Triple, ...]:
     return tuple(derive(5, lower=1e-3, cushion=0.02, safety_factor=safety_factor))
 
 
+def paper_triples() -> tuple[Triple, ...]:
+    """The triples that the paper prints (cushion 0.02407), each p(x / 1.05); the input is divided by its norm alone."""
+    return tuple((a / 1.05, b / 1.05**3, c / 1.05**5) for a, b, c in derive(5, cushion=0.02407327424182761))
+
+
+TABLES: dict[str, Callable[[], tuple[Triple, ...]]] = {
+    "keller": lambda: KELLER,
+    "you": lambda: YOU,
+    "polar_express": polar_express_triples,
+    "polar_express_1.02": lambda: polar_express_triples(1.02),
+    "polar_express_1.05": paper_triples,
+}
+
+
 def newton_schulz(
     x: Tensor,
     triples: Sequence[Triple] = KELLER,

@@ -296,8 +296,8 @@ class MuonOptions(MatrixOptions):
     Attributes:
         adjust_lr: "spectral_norm", "rms_norm", "keller" or None: how the rate follows a matrix's shape.
         cautious_wd: Decay only where update and weight agree in sign.
-        use_polar_express: Polar Express coefficients instead of Newton-Schulz's.
-        use_gram_newton_schulz: Iterate on the Gram matrix.
+        use_polar_express: Dion's Polar Express coefficients, or Jiacheng You's; unless `scheme` is set.
+        use_gram_newton_schulz: Iterate on the Gram matrix, with Dion's coefficients; unless `scheme` is set.
         ns_epsilon: None is `epsilon`, as in Dion.
     """
 

@@ -36,8 +36,10 @@ class Muon(MuonEngine):
         adjust_lr: `"spectral_norm"` sqrt(m/n), `"rms_norm"` 0.2 sqrt(max(m, n)), `"keller"` sqrt(max(1, m/n)) or None.
         flatten: Treat parameters of 3 and more axes as one matrix `[first, rest]` (convolutions).
         use_triton: Require Triton; buckets that its row kernels do not cover are logged once and keep torch.
-        use_polar_express: Polar Express coefficients (arXiv 2505.16932); False takes Jiacheng You's.
-        use_gram_newton_schulz: Iterate on the Gram matrix, with Polar Express coefficients.
+        use_polar_express: Polar Express coefficients (arXiv 2505.16932), `polar_express_1.02` as in Dion; False takes
+            Jiacheng You's. Only where no `scheme` is given.
+        use_gram_newton_schulz: Iterate on the Gram matrix, with `polar_express_1.05` as in Dion. Only where no
+            `scheme` is given.
         newton_schulz_func: `func(x, epsilon=...) -> Tensor`; replaces the orthogonalizer.
         momentum_form: `"sum"` M <- mu M + G, or `"ema"` as torch.optim.Muon keeps it.
         scheme, coefficients, ns_steps, ns_epsilon, ns_dtype, ns_norm, backend: The orthogonalizer; see
@@ -81,7 +83,7 @@ class Muon(MuonEngine):
         nonfinite: NonFinite = "propagate",
         **group_defaults: Any,
     ) -> None:
-        if scheme is None:
+        if scheme is None and group_defaults.get("orthogonalization_strategy") is None:
             scheme, coefficients = _dion_scheme(use_polar_express, use_gram_newton_schulz, coefficients)
         super().__init__(
             params,
@@ -313,11 +315,11 @@ class AngularMuown(MuonEngine):
 
 
 def _dion_scheme(polar_express: bool, gram: bool, coefficients: Any) -> tuple[str, Any]:
-    """Translate Dion's flags into a scheme and its coefficients."""
+    """Translate Dion's flags into a scheme and Dion's coefficients of it."""
     if coefficients is not None:
         raise OptionError("coefficients", "needs `scheme` beside it", "Pass scheme='newton_schulz', for instance")
     if gram:
-        return "gram", None
+        return "gram", "polar_express_1.05"
     if polar_express:
-        return "polar_express", None
+        return "polar_express", "polar_express_1.02"
     return "newton_schulz", "you"

@@ -171,6 +171,8 @@ def complete_group(group: dict[str, Any], where: str, class_defaults: Mapping[st
         if isinstance(algorithm, MuonAlgorithm) and algorithm.updates_whole_tensors():
             shared = (frozenset(known) | WHOLE_TENSOR_OPTIONS) - type(algorithm).options.keys() - {"algorithm"}
         class_defaults = {key: value for key, value in class_defaults.items() if key in shared}
+    if "scheme" in group:
+        class_defaults.pop("coefficients", None)  # which belong to the optimizer's scheme
     for key, default in {**known, **own, **class_defaults}.items():
         group.setdefault(key, default)
     validate_group(group, where)
@@ -263,19 +265,19 @@ def _resolve_aliases(group: dict[str, Any], where: str) -> None:
             group.setdefault("beta2", betas[1])
 
 
-def _refuse_unknown(key: str, where: str, known: set[str]) -> None:
-    near = difflib.get_close_matches(key, sorted(known), n=1)
 #: What only a model can answer is asked of `dmuown.param_groups`, which writes the answer into groups.
 _OF_THE_MODEL = ("auto_split", "per_head", "param_policy")
 
 
-    hint = f"Did you mean {near[0]!r}" if near else "Remove it"
+def _refuse_unknown(key: str, where: str, known: set[str]) -> None:
     if key in _OF_THE_MODEL:
         raise OptionError(
             f"{where}: {key}",
             "needs the model (its modules and config), and an optimizer sees only parameters",
             f"Pass dmuown.param_groups(model, {'policy' if key == 'param_policy' else f'{key}=True'}) as params",
         )
+    near = difflib.get_close_matches(key, sorted(known), n=1)
+    hint = f"Did you mean {near[0]!r}" if near else "Remove it"
     raise OptionError(f"{where}: {key}", "is not an option of this algorithm", hint)
 
 

@@ -15,7 +15,14 @@ from dmuown.orthogonalize.blocks import (
     interleaved_blocks,
     orthogonalize_blocks,
 )
-from dmuown.orthogonalize.coefficients import KELLER, POLAR_EXPRESS, POLAR_EXPRESS_1_02, YOU, CoefficientTable
+from dmuown.orthogonalize.coefficients import (
+    KELLER,
+    POLAR_EXPRESS,
+    POLAR_EXPRESS_1_02,
+    POLAR_EXPRESS_1_05,
+    YOU,
+    CoefficientTable,
+)
 from dmuown.orthogonalize.orthogonalizer import Orthogonalizer, resolve_compute_dtype
 from dmuown.orthogonalize.resolve import resolve_orthogonalizer
 
@@ -23,6 +30,7 @@ __all__ = [
     "KELLER",
     "POLAR_EXPRESS",
     "POLAR_EXPRESS_1_02",
+    "POLAR_EXPRESS_1_05",
     "TORCH",
     "YOU",
     "Blocks",

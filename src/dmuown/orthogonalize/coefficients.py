@@ -90,7 +90,24 @@ POLAR_EXPRESS_1_02 = CoefficientTable(
     source=_POLAR_EXPRESS_SOURCE,
 )
 
-TABLES: dict[str, CoefficientTable] = {table.name: table for table in (KELLER, YOU, POLAR_EXPRESS, POLAR_EXPRESS_1_02)}
+# The triples that the paper prints, each at x / 1.05; the input is divided by its norm alone. So has it
+# gram-newton-schulz 0.1.6, which Dion runs for its use_gram_newton_schulz.
+POLAR_EXPRESS_1_05 = CoefficientTable(
+    name="polar_express_1.05",
+    triples=(
+        (7.892582874424405, -20.383013945879554, 13.555306149406917),
+        (3.9114848681354335, -2.54646359290609, 0.42689883196730777),
+        (3.760657955697418, -2.5128190182165575, 0.4323647349070061),
+        (3.160399673686284, -2.1496495188984963, 0.3996366907664386),
+        (2.191097161861732, -1.4416620102146642, 0.3281464876231551),
+    ),
+    safety_factor=1.0,
+    source="arXiv 2505.16932: lower bound 1e-3, cushion 0.02407327424182761, / 1.05 in all steps; output 0.84-1.13",
+)
+
+TABLES: dict[str, CoefficientTable] = {
+    table.name: table for table in (KELLER, YOU, POLAR_EXPRESS, POLAR_EXPRESS_1_02, POLAR_EXPRESS_1_05)
+}
 
 
 def custom_table(triples: Sequence[Sequence[float]]) -> CoefficientTable:

@@ -17,8 +17,8 @@ from dmuown.orthogonalize.options import check_choice, check_dtype, check_positi
 # Scheme -> names of the tables it takes, the default first.
 SCHEMES: dict[str, tuple[str, ...]] = {
     "newton_schulz": ("keller", "you"),
-    "polar_express": ("polar_express", "polar_express_1.02"),
-    "gram": ("polar_express", "polar_express_1.02", "keller", "you"),
+    "polar_express": ("polar_express", "polar_express_1.02", "polar_express_1.05"),
+    "gram": ("polar_express", "polar_express_1.02", "polar_express_1.05", "keller", "you"),
 }
 NORMS = ("add", "clamp")
 FORMS = ("auto", "plain", "gram")

@@ -29,15 +29,15 @@ def resolve_orthogonalizer(options: Mapping[str, object], device: torch.device) 
     Args:
         options: Group keys. Read here: `scheme` (alias `orthogonalization_strategy`), `coefficients`, `ns_steps`,
             `ns_epsilon`, `ns_dtype` ("auto", a torch dtype or its name; auto is fp16 on CUDA, bf16 for a plain
-            form or own function), `ns_norm`, `ns_form`, `backend`, `newton_schulz_func`; Dion's
-            `use_gram_newton_schulz` and `use_polar_express` where no scheme is given. Other keys are ignored.
+            form or own function), `ns_norm`, `ns_form`, `backend`, `newton_schulz_func`. Other keys are
+            ignored.
         device: Where the matrices are; decides `ns_dtype="auto"`.
 
     Raises:
         OptionError: A bad value, or `scheme` and its alias disagree.
     """
     fields: dict[str, Any] = {}
-    scheme = _scheme(options, fields)
+    scheme = _scheme(options)
     if scheme is not None:
         fields["scheme"] = scheme
     for key, name in _FIELDS.items():
@@ -55,15 +55,9 @@ def resolve_orthogonalizer(options: Mapping[str, object], device: torch.device) 
     return Orthogonalizer(**fields)
 
 
-def _scheme(options: Mapping[str, object], fields: dict[str, Any]) -> object:
+def _scheme(options: Mapping[str, object]) -> object:
     scheme, alias = options.get("scheme"), options.get("orthogonalization_strategy")
     if scheme is not None and alias is not None and scheme != alias:
         rule = f"disagrees with orthogonalization_strategy, its alias: {scheme!r} and {alias!r}"
         raise OptionError("scheme", rule, "Give one of them")
-    if scheme is not None or alias is not None:
-        return scheme if scheme is not None else alias
-    for key, name in (("use_gram_newton_schulz", "gram"), ("use_polar_express", "polar_express")):
-        if options.get(key):
-            fields["coefficients"] = "polar_express_1.02"  # The table Dion uses for both.
-            return name
-    return None
+    return alias if scheme is None else scheme

@@ -33,8 +33,8 @@ def orthogonalize_as(
 ) -> Orthogonalize:
     """The oracle of an orthogonalizer's options."""
     name = coefficients or {"newton_schulz": "keller"}.get(scheme, "polar_express")
-    triples = {"keller": exact.KELLER, "you": exact.YOU}.get(name) or exact.polar_express_triples()
-    factor = 1.01 if name == "polar_express" else 1.0
+    triples = exact.TABLES[name]()
+    factor = {"polar_express": 1.01, "polar_express_1.02": 1.02}.get(name, 1.0)
 
     def function(x: Tensor) -> Tensor:
         return exact.newton_schulz(x, triples[:steps], epsilon=epsilon, norm=norm, safety_factor=factor)

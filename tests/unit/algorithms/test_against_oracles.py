@@ -20,9 +20,12 @@ EXACT, ROWS = 1e-10, 2e-6
 Case = tuple[Callable[..., MuonEngine], Any, dict[str, Any], dict[str, Any], float]
 FP64 = {"ns_dtype": torch.float64}
 
+#: What Muon and NorMuon orthogonalize with by default, as Dion does.
+DION = {"orthogonalize": orthogonalize_as("polar_express", "polar_express_1.02", epsilon=1e-8)}
+
 CASES: dict[str, Case] = {
     # Muon. Keyword arguments: the optimizer's, then the oracle's.
-    "muon": (dmuown.Muon, muon.Muon, {}, {"orthogonalize": orthogonalize_as("polar_express", epsilon=1e-8)}, EXACT),
+    "muon": (dmuown.Muon, muon.Muon, {}, DION, EXACT),
     "muon nesterov": (
         dmuown.Muon,
         muon.Muon,
@@ -79,7 +82,7 @@ CASES: dict[str, Case] = {
         dmuown.Muon,
         muon.Muon,
         {"use_gram_newton_schulz": True},
-        {"orthogonalize": orthogonalize_as("polar_express", epsilon=1e-8)},
+        {"orthogonalize": orthogonalize_as("gram", "polar_express_1.05", epsilon=1e-8)},
         EXACT,
     ),
     "normuon": (
@@ -100,7 +103,7 @@ CASES: dict[str, Case] = {
             "lr": 0.05,
             "cautious_wd": True,
             "mu": 0.8,
-            "orthogonalize": orthogonalize_as("polar_express", epsilon=1e-8),
+            **DION,
         },
         ROWS,
     ),

@@ -41,7 +41,7 @@ def oracle(weight: Tensor, grads: list[Tensor], lr: float, alpha: float, blocks:
     for grad in grads:
         momentum = alpha * momentum + grad
         sizes = alpha * sizes + grad.square().sum(-1, keepdim=True).sqrt()
-        update = by_blocks(momentum, blocks, lambda x: polar_express(x, epsilon=1e-8))
+        update = by_blocks(momentum, blocks, lambda x: polar_express(x, epsilon=1e-8, safety_factor=1.02))
         weight = weight - lr * scale * update / (1 + sizes)
     return weight
 

@@ -17,15 +17,19 @@ SHAPES = {"a": (6, 10), "b": (9, 4), "c": (5,), "d": (7,)}
 
 
 def orthogonalize(x: Tensor, epsilon: Any = 1e-7) -> Tensor:
-    """Newton-Schulz in fp32, given to both libraries: what is compared is everything around it."""
-    x = x.float()
+    """Newton-Schulz in fp32, given to both libraries: what is compared is everything around it.
+
+    Rounds what it is given and what it returns to bf16, as either library may do around it: Dion's momentum always
+    comes in bf16, ours in the compute dtype of the processor.
+    """
+    x = x.bfloat16().float()
     transposed = x.shape[-2] > x.shape[-1]
     x = x.mT if transposed else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + float(epsilon))
     for _ in range(5):
         gram = x @ x.mT
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x.mT if transposed else x
+    return (x.mT if transposed else x).bfloat16().float()
 
 
 def model() -> nn.ParameterDict:

@@ -6,16 +6,35 @@ import pytest
 import torch
 
 from dmuown.errors import OptionError
-from dmuown.orthogonalize import KELLER, POLAR_EXPRESS, POLAR_EXPRESS_1_02, YOU, CoefficientTable
+from dmuown.orthogonalize import KELLER, POLAR_EXPRESS, POLAR_EXPRESS_1_02, POLAR_EXPRESS_1_05, YOU, CoefficientTable
 from dmuown.orthogonalize.coefficients import TABLES, custom_table
 from tests.reference.orthogonalize import quintic_outputs
 from tools.derive_polar_express import derive, minimax_quintic
+
+#: arXiv 2505.16932, the listing of algorithm 1.
+PAPER = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+)
 
 
 @pytest.mark.parametrize("table", [POLAR_EXPRESS, POLAR_EXPRESS_1_02], ids=lambda table: table.name)
 def test_polar_express_is_what_the_script_derives(table: CoefficientTable) -> None:
     derived = torch.tensor(derive(5, safety_factor=table.safety_factor), dtype=torch.float64)
     torch.testing.assert_close(torch.tensor(table.triples, dtype=torch.float64), derived, rtol=1e-13, atol=0)
+
+
+def test_the_papers_own_triples_are_what_the_script_derives() -> None:
+    derived = derive(5, cushion=0.02407327424182761)  # without safety factor
+    printed = torch.tensor(PAPER, dtype=torch.float64)
+    torch.testing.assert_close(torch.tensor(derived, dtype=torch.float64), printed, rtol=1e-13, atol=0)
+    scaled = printed / torch.tensor([1.05, 1.05**3, 1.05**5], dtype=torch.float64)
+    torch.testing.assert_close(
+        torch.tensor(POLAR_EXPRESS_1_05.triples, dtype=torch.float64), scaled, rtol=1e-13, atol=0
+    )
 
 
 def test_first_coefficients_are_those_the_libraries_use() -> None:
@@ -38,7 +57,13 @@ def test_minimax_quintic_equioscillates(lower: float, upper: float) -> None:
 
 @pytest.mark.parametrize(
     "table,low,high",
-    [(KELLER, 0.68, 1.13), (YOU, 0.978, 1.032), (POLAR_EXPRESS, 0.85, 1.14), (POLAR_EXPRESS_1_02, 0.85, 1.14)],
+    [
+        (KELLER, 0.68, 1.13),
+        (YOU, 0.978, 1.032),
+        (POLAR_EXPRESS, 0.85, 1.14),
+        (POLAR_EXPRESS_1_02, 0.85, 1.14),
+        (POLAR_EXPRESS_1_05, 0.84, 1.13),
+    ],
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_output_range_of_five_steps(table: CoefficientTable, low: float, high: float) -> None:

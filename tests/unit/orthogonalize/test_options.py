@@ -78,17 +78,6 @@ def test_scheme_and_its_alias_must_agree() -> None:
         resolve_orthogonalizer({**both, "scheme": "polar_express"}, CPU)
 
 
-def test_dion_switches_choose_its_table() -> None:
-    polar = resolve_orthogonalizer({"use_polar_express": True, "use_gram_newton_schulz": False}, CPU)
-    assert (polar.scheme, polar.coefficients) == ("polar_express", "polar_express_1.02")
-    gram = resolve_orthogonalizer({"use_polar_express": True, "use_gram_newton_schulz": True}, CPU)
-    assert (gram.scheme, gram.coefficients) == ("gram", "polar_express_1.02")
-    named = resolve_orthogonalizer({"use_polar_express": True, "scheme": "newton_schulz"}, CPU)
-    assert (named.scheme, named.coefficients) == ("newton_schulz", "keller")
-    given = resolve_orthogonalizer({"use_polar_express": True, "coefficients": "polar_express"}, CPU)
-    assert given.coefficients == "polar_express"
-
-
 def test_auto_dtype_is_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     for amx, expected in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from dmuown.errors import ParameterError
 from dmuown.orthogonalize import TORCH, Orthogonalizer, resolve_compute_dtype
-from tests.reference.orthogonalize import KELLER, YOU, newton_schulz, polar_express, polar_express_triples, polar_factor
+from tests.reference.orthogonalize import (
+    KELLER,
+    YOU,
+    newton_schulz,
+    paper_triples,
+    polar_express,
+    polar_express_triples,
+    polar_factor,
+)
 
 SHAPES = [(1, 1), (1, 5), (5, 1), (4, 256), (33, 7), (24, 24), (40, 100), (100, 40)]
 SCHEMES: list[dict[str, Any]] = [
@@ -19,6 +27,7 @@ SCHEMES: list[dict[str, Any]] = [
     {"scheme": "polar_express"},
     {"scheme": "polar_express", "coefficients": "polar_express_1.02"},
     {"scheme": "gram"},
+    {"scheme": "gram", "coefficients": "polar_express_1.05"},
     {"scheme": "gram", "coefficients": "keller"},
 ]
 IDS = ["-".join(options.values()) for options in SCHEMES]
@@ -32,6 +41,7 @@ def oracle(x: Tensor, options: dict[str, Any], *, epsilon: float = 1e-7, norm: s
         "you": (YOU, 1.0),
         "polar_express": (polar_express_triples(1.01), 1.01),
         "polar_express_1.02": (polar_express_triples(1.02), 1.02),
+        "polar_express_1.05": (paper_triples(), 1.0),
     }[name]
     return newton_schulz(x, triples, epsilon=epsilon, norm=norm, safety_factor=factor)
 
