@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 
 import dmuown
 from dmuown.diagnostics.health import HealthMonitor
+from dmuown.ownership import dedicated_records
 from tests.distributed.harness import RankPool
 
 
@@ -115,16 +117,24 @@ def test_other_optimizers_are_left_alone() -> None:
     assert not adam._optimizer_step_pre_hooks
 
 
+#: The second is cut on columns, so that every rank has all its magnitudes; the third on no axis.
+CUTS: dict[str, tuple[Placement, ...]] = {
+    "layers.0.w": (Shard(0),),
+    "layers.1.w": (Shard(1),),
+    "norm": (Replicate(),),
+}
+
+
 def _sharded(rank: int, world_size: int) -> dict[str, float]:
     mesh = init_device_mesh("cpu", (world_size,))
     params, gradients = build()
     sharded = {
-        name: nn.Parameter(distribute_tensor(param.detach(), mesh, [Shard(0)])) for name, param in params.items()
+        name: nn.Parameter(distribute_tensor(param.detach(), mesh, CUTS[name])) for name, param in params.items()
     }
     optimizer = optimizer_of(sharded)
     monitor = HealthMonitor([optimizer], layers=True)
     for name, param in sharded.items():
-        param.grad = distribute_tensor(gradients[name], mesh, [Shard(0)])
+        param.grad = distribute_tensor(gradients[name], mesh, CUTS[name])
     optimizer.step()
     return monitor.collect()
 
@@ -132,4 +142,43 @@ def _sharded(rank: int, world_size: int) -> dict[str, float]:
 def test_ranks_report_what_one_process_does(ranks2: RankPool, tmp_path: Path) -> None:
     whole, _, _ = measured(layers=True)
     for found in ranks2.run(_sharded):
+        assert found == pytest.approx(whole, rel=1e-3)
+
+
+class Parts(nn.Module):
+    """The parameters of `build` as modules, each applied to its own input."""
+
+    def __init__(self, params: dict[str, nn.Parameter]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Module(), nn.Module()])
+        for index, layer in enumerate(self.layers):
+            layer.register_parameter("w", params[f"layers.{index}.w"])
+        self.register_parameter("norm", params["norm"])
+
+
+def _owned(rank: int, world_size: int) -> dict[str, float]:
+    """Owners on a mesh (shard, tp): one weight is cut on rows, one on columns, and the norm on none."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    params, gradients = build()
+    for name in ("layers.0.w", "layers.1.w"):
+        params[name] = nn.Parameter(distribute_tensor(params[name].detach(), mesh["tp"], CUTS[name]))
+    model = Parts(params)
+    policy = {"defaults": {"route": "muon"}, "overrides": [{"name": "norm", "set": {"route": "adamw"}}]}
+    dmuown.dedicate_params(model, mesh["shard"], predicate=lambda *_: True, param_policy=policy)
+    options = {"ns_dtype": "float32", "scheme": "newton_schulz", "coefficients": "keller"}
+    optimizer = dmuown.Muown(model, lr=1e-2, **options)
+    monitor = HealthMonitor([optimizer], layers=True)
+    for name, record in dedicated_records(model).items():
+        if record.owned:
+            gradient = gradients[name]
+            if record.tensor_parallel is not None:
+                gradient = distribute_tensor(gradient, *record.tensor_parallel)
+            record.home.grad = gradient
+    optimizer.step()
+    return monitor.collect()
+
+
+def test_tensor_parallel_owners_report_what_one_process_does(ranks4: RankPool) -> None:
+    whole, _, _ = measured(layers=True)
+    for found in ranks4.run(_owned):
         assert found == pytest.approx(whole, rel=1e-3)

@@ -60,7 +60,10 @@ class HealthMonitor:
             raise OptionError("every", f"must be at least 1, got {every}", "Measure every n-th step")
         self.every, self.layers = every, layers
         self._optimizers = [optimizer for optimizer in optimizers if isinstance(optimizer, MuonEngine)]
-        self._all_names = _everywhere({record.name for optimizer in self._optimizers for record in optimizer.records})
+        records = [record for optimizer in self._optimizers for record in optimizer.records]
+        self._all_names, self._parts = _everywhere(
+            {record.name for record in records}, max((_owner_parts(record.param) for record in records), default=1)
+        )
         self._steps = 0
         self._before: dict[Tensor, Tensor] = {}
         self._residuals: list[Tensor] = []
@@ -114,7 +117,7 @@ class HealthMonitor:
             difference = part @ part.mT - torch.eye(side, device=part.device)
             self._residuals.append(difference.flatten(1).norm(dim=1) / math.sqrt(max(1, side)))
         # An exchange orthogonalizes every matrix once; without one, whoever has a copy does.
-        copies = _copies(bucket.params[0]) if bucket.layout.mesh is None else 1
+        copies = self._copies(bucket.params[0], bucket.params[0]) if bucket.layout.mesh is None else 1
         self._orthogonalized += len(results) * len(parts) / copies
 
     @torch.no_grad()
@@ -125,14 +128,15 @@ class HealthMonitor:
                 before = self._before.pop(record.param, None)
                 if before is not None:
                     change = local_tensor(record.param).detach().float() - before.float()
-                    scale = 1.0 / _copies(record.param)
+                    scale = 1.0 / self._copies(record.param, record.param)
                     self._put(record.name, "update_squares", change.square().sum() * scale)
                     self._put(record.name, "weight_squares", before.float().square().sum() * scale)
                 magnitude = optimizer.state[record.param].get("magnitude")
                 if isinstance(magnitude, Tensor) and local_tensor(magnitude).numel():
                     rows = local_tensor(magnitude).float()
-                    self._put(record.name, "magnitude_sum", rows.sum())
-                    self._put(record.name, "magnitude_count", torch.full_like(rows.sum(), rows.numel()))
+                    scale = 1.0 / self._copies(magnitude, record.param)
+                    self._put(record.name, "magnitude_sum", rows.sum() * scale)
+                    self._put(record.name, "magnitude_count", torch.full_like(rows.sum(), rows.numel() * scale))
                     self._put(record.name, "magnitude_max", rows.max())
                     self._put(record.name, "magnitude_negative_min", -rows.min())
         if optimizer is self._optimizers[-1]:
@@ -140,6 +144,17 @@ class HealthMonitor:
             self._last_measured = (self._steps - 1) % self.every == 0
 
     _last_measured = False
+
+    def _copies(self, tensor: Tensor, param: Tensor) -> int:
+        """Ranks that hold the same part of a parameter or its state: each adds its share to a sum over ranks."""
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        owned = _is_owned(param)
+        if not isinstance(tensor, DTensor):
+            return self._parts if owned else world
+        mesh = tensor.device_mesh
+        sharded = math.prod(mesh.size(dim) for dim, place in enumerate(tensor.placements) if not place.is_replicate())
+        # Other ranks than those of its owner have nothing.
+        return max(1, (mesh.size() if owned else world) // sharded)
 
     def _put(self, name: str, key: str, value: Tensor) -> None:
         self._values.setdefault(name, {})[key] = value
@@ -197,13 +212,26 @@ class HealthMonitor:
 _Table = dict[str, dict[str, float]]
 
 
-def _everywhere(names: set[str]) -> list[str]:
-    """Names of all ranks, sorted: under the ownership runtime each rank knows its own."""
+def _everywhere(names: set[str], parts: int) -> tuple[list[str], int]:
+    """Names of all ranks, sorted: under the ownership runtime each rank knows its own; and the most parts of owners."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        found: list[set[str]] = [set() for _ in range(dist.get_world_size())]
-        dist.all_gather_object(found, names)
-        names = set().union(*found)
-    return sorted(names)
+        found: list[tuple[set[str], int]] = [(set(), 1) for _ in range(dist.get_world_size())]
+        dist.all_gather_object(found, (names, parts))
+        names, parts = set().union(*(entry[0] for entry in found)), max(entry[1] for entry in found)
+    return sorted(names), parts
+
+
+def _is_owned(param: Tensor) -> bool:
+    """Whether the ownership runtime has it whole with one owner."""
+    from dmuown.ownership import record_of
+
+    record = record_of(param)
+    return record is not None and record.owner is not None
+
+
+def _owner_parts(param: Tensor) -> int:
+    """Tensor-parallel ranks of an owner, as its cut parameters tell."""
+    return param.device_mesh.size() if isinstance(param, DTensor) and _is_owned(param) else 1
 
 
 def _device(optimizers: Iterable[MuonEngine]) -> torch.device:
@@ -217,18 +245,6 @@ def _call(owner: weakref.ref[HealthMonitor], method: str, optimizer: Any) -> Non
     monitor = owner()
     if monitor is not None:
         getattr(monitor, method)(optimizer)
-
-
-def _copies(param: Tensor) -> int:
-    """Ranks that hold the same part: each adds its share to a sum over ranks."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if not isinstance(param, DTensor):
-        from dmuown.ownership import record_of
-
-        return 1 if record_of(param) is not None else world
-    mesh = param.device_mesh
-    sharded = math.prod(mesh.size(dim) for dim, place in enumerate(param.placements) if not place.is_replicate())
-    return max(1, world // sharded)
 
 
 def _nest(names: list[str], keys: tuple[str, ...], flat: list[float]) -> dict[str, dict[str, float]]:
