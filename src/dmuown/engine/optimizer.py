@@ -29,6 +29,8 @@ from dmuown.engine.planning import OFFLOAD_BATCH_SIZE, Chunk, Plan, load_element
 from dmuown.engine.records import (
     ParamRecord,
     as_groups,
+    check_complete,
+    check_not_dedicated_since,
     make_records,
     named_tensors,
     split_by_optim_dtype,
@@ -37,6 +39,7 @@ from dmuown.engine.records import (
 from dmuown.engine.state import add_missing_buffers
 from dmuown.engine.whole import update_whole
 from dmuown.errors import OptionError, OptionTypeError, ParameterError
+from dmuown.ownership.record import dedications
 from dmuown.state.working import WorkingSet, compute_device, finish_copies
 
 #: Tasks in flight at once, as in Dion: one computes while others communicate.
@@ -54,6 +57,7 @@ class MuonEngine(_MuonBase):
         newton_schulz_func: `func(x, epsilon=...)`, replaces the orthogonalizer of every matrix group.
         nonfinite: About gradients with NaN or infinity: `"propagate"` uses them as torch does,
             `"skip"` leaves their parameter and its state alone, `"raise"` raises on every rank.
+        partial: Of a dedicated model: whether other optimizers step the parameters that are not given here.
 
     Attributes:
         exchange_count: Counters of what this rank sent and orthogonalized.
@@ -63,6 +67,7 @@ class MuonEngine(_MuonBase):
         OptionError: A bad hyper-parameter; before any allocation.
         ParameterError, LayoutError: A parameter that cannot be optimized so.
         PlanMismatchError: Ranks were given different parameters or options.
+        OwnershipError: A dedicated model's trainable parameters are left out, without `partial`.
     """
 
     def __init__(
@@ -82,7 +87,10 @@ class MuonEngine(_MuonBase):
             raise OptionTypeError("newton_schulz_func", f"must be callable, got {type(newton_schulz_func).__name__}")
         signature = {key: value.default for key, value in inspect.signature(type(self)).parameters.items()}
         public_name = type(self).__qualname__  # `Muon.__name__` is another: see `dmuown.engine.optimizers`
-        defaults = prefer_aliases(defaults, signature, public_name)
+        defaults = dict(prefer_aliases(defaults, signature, public_name))
+        partial = defaults.pop("partial", False)
+        if not isinstance(partial, bool):
+            raise OptionTypeError("partial", f"must be True or False, got {partial!r}")
         self._class_defaults = {key: value for key, value in defaults.items() if value is not None}
         check_names(self._class_defaults, public_name)
         self._newton_schulz = newton_schulz_func
@@ -102,6 +110,9 @@ class MuonEngine(_MuonBase):
             # A dedicated model: this rank steps what it owns, whole matrices and shards alike.
             params = dedicated_param_groups(params, algorithm=str(self._class_defaults["algorithm"]))
         groups = split_by_optim_dtype(as_groups(params))
+        if not partial:
+            check_complete(groups)
+        self._dedications = dedications()
         probe = {"params": [], **self._class_defaults}
         complete_group(probe, public_name, self._class_defaults)
         super().__init__(
@@ -211,6 +222,9 @@ class MuonEngine(_MuonBase):
         """
         if torch.compiler.is_dynamo_compiling():
             torch._dynamo.graph_break("dmuown's step is no single graph: compile around it with fullgraph=False")
+        if self._dedications != dedications():
+            check_not_dedicated_since(self._records)
+            self._dedications = dedications()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -430,6 +444,7 @@ class MuonEngine(_MuonBase):
         self._rebuild_records()
         self.__dict__.setdefault("exchange_count", ExchangeCount())
         self.__dict__.setdefault("orthogonalized", 0)
+        self._dedications = dedications()
 
 
 def _check_mesh_type(mesh: object) -> None:

@@ -47,6 +47,7 @@ class Muon(MuonEngine):
         batch_size: At most so many matrices at once; bounds temporary memory.
         maximize: Ascend.
         nonfinite: `"propagate"`, `"skip"` or `"raise"`; see `MuonEngine`.
+        partial: Whether other optimizers step dedicated parameters that are left out here; False refuses that.
 
     Raises:
         OptionError, ParameterError, LayoutError: A bad option or parameter, before any allocation.

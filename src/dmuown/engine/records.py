@@ -16,7 +16,7 @@ from dmuown.engine.layout import MatrixLayout
 from dmuown.errors import LayoutError, OptionError, OptionTypeError, OwnershipError, ParameterError
 from dmuown.orthogonalize import Blocks, blocks_from_heads, grouped_blocks, interleaved_blocks, select_backend
 from dmuown.ownership.away import AwayParameter
-from dmuown.ownership.record import record_of
+from dmuown.ownership.record import Record, record_of, replaced_name
 from dmuown.state import BufferSpec
 from dmuown.state.spec import MASTER, MASTER_WEIGHT
 
@@ -37,6 +37,7 @@ class ParamRecord:
         layout: Where its matrices lie; None for elementwise algorithms.
         blocks: Row blocks of a fused weight; () for one block.
         state_spec: The state it has: its algorithm's, and a master weight where the group asks for one.
+        early: Whether it was not dedicated when the optimizer was given it.
     """
 
     param: Tensor
@@ -46,6 +47,10 @@ class ParamRecord:
     layout: MatrixLayout | None = None
     blocks: Blocks = ()
     state_spec: Mapping[str, BufferSpec] = field(default_factory=dict)
+    early: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.early = record_of(self.param) is None
 
 
 def as_groups(params: Any) -> list[dict[str, Any]]:
@@ -198,8 +203,61 @@ def split_by_optim_dtype(groups: Iterable[Any]) -> list[Any]:
     return result
 
 
+def check_complete(groups: Iterable[Any]) -> None:
+    """Refuse groups that hold some of a dedicated model's trainable parameters and not the others.
+
+    Raises:
+        OwnershipError: Naming those that no group holds: nothing would ever step them.
+    """
+    held: set[int] = set()
+    models: dict[int, Mapping[str, Record]] = {}
+    for group in groups:
+        params = group.get("params", ()) if isinstance(group, dict) else ()
+        for item in (params,) if isinstance(params, Tensor) else params:
+            param = item[1] if isinstance(item, tuple) and len(item) == 2 else item
+            held.add(id(param))
+            record = record_of(param) if isinstance(param, Tensor) else None
+            if record is not None:
+                models[id(record.model)] = record.model
+    for records in models.values():
+        absent = [n for n, record in records.items() if record.home.requires_grad and id(record.home) not in held]
+        if absent:
+            raise OwnershipError(
+                absent[0],
+                f"is dedicated and takes gradients, but is in no param group ({len(absent)} such parameters"
+                f"{': ' if len(absent) > 1 else ''}{', '.join(absent[1:4])}{', ...' if len(absent) > 4 else ''}): this "
+                "optimizer would never step it",
+                "Pass the model itself, or groups that hold all its parameters (those of other ranks too), or "
+                "partial=True if another optimizer steps the rest",
+            )
+
+
+def check_not_dedicated_since(records: Iterable[ParamRecord]) -> None:
+    """Refuse to step parameters that were dedicated after the optimizer had been built for them.
+
+    Raises:
+        OwnershipError: Naming one; its state is of the whole parameter on every rank.
+    """
+    for entry in records:
+        dedicated = record_of(entry.param)
+        name = replaced_name(entry.param) or (dedicated.name if dedicated is not None and entry.early else None)
+        if name is not None:
+            raise OwnershipError(
+                name,
+                "was dedicated after this optimizer was built",
+                "Call dedicate_params first, then build the optimizer from the model",
+            )
+
+
 def _check_dedicated(tensor: Tensor, group: Mapping[str, Any]) -> None:
-    """Refuse to step a dedicated parameter in another precision than its policy says."""
+    """Refuse what is no dedicated model's any more, and to step one in another precision than its policy says."""
+    replaced = replaced_name(tensor)
+    if replaced is not None:
+        raise OwnershipError(
+            replaced,
+            "was replaced in its model by dedicate_params; what is given here would never get a gradient",
+            "Take the model's parameters, or the model itself, after dedicate_params",
+        )
     record = record_of(tensor)
     if record is not None and record.optim_dtype is not None and group["optim_dtype"] is None:
         raise OwnershipError(

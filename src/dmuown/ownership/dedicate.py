@@ -22,7 +22,7 @@ from dmuown.ownership.group import OwnerGroup, owner_group
 from dmuown.ownership.hooks import Casts, attach_boundary, attach_root, attach_state
 from dmuown.ownership.link import Link
 from dmuown.ownership.plan import Entry, OwnershipPlan, build_plan, shard_rows
-from dmuown.ownership.record import Record, record_of
+from dmuown.ownership.record import Record, mark_replaced, note_dedication, record_of
 from dmuown.ownership.registry import find_runtime, register
 from dmuown.ownership.runtime import OwnershipRuntime
 from dmuown.policy.groups import model_roles
@@ -117,6 +117,7 @@ def dedicate_params(
     )
     _attach(model, runtime, casts)
     register(model, runtime)
+    note_dedication()
     # DDP, if it wraps the rest of the model, leaves these alone.
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         model, [raw for names in uses.values() for raw in names]
@@ -360,6 +361,7 @@ def _dedicate(
     if home is not param:
         vars(home).update({key: value for key, value in vars(param).items() if key not in vars(home)})
         record.install(home)
+        mark_replaced(param, name)
     record.mark()
     return record
 

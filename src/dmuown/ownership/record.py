@@ -9,7 +9,7 @@ the home's place in the modules while the boundary is whole.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,8 @@ from dmuown.ownership.away import AwayParameter, make_away, released_tensor
 from dmuown.policy.resolve import ResolvedRoute
 
 _ATTRIBUTE = "_dmuown_record"
+_REPLACED = "_dmuown_replaced"
+_dedications = 0
 
 
 class State(enum.Enum):
@@ -83,6 +85,7 @@ class Record:
         grad_dtype: Dtype of the reduction.
         tensor_parallel: Mesh and placements of a parameter that tensor parallelism cut; else None.
         local_shape: Shape of what this rank's module computes with.
+        model: The records of all dedicated parameters of its model, by canonical name.
     """
 
     name: str
@@ -100,6 +103,7 @@ class Record:
     tensor_parallel: tuple[Any, tuple[Any, ...]] | None = None
     compute: nn.Parameter | None = None
     home_dtype: torch.dtype = field(init=False)
+    model: Mapping[str, Record] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.home_dtype = self.home.dtype
@@ -183,3 +187,25 @@ def record_of(param: Tensor) -> Record | None:
     """Return the record of a dedicated parameter, or None if `param` is not dedicated."""
     record = getattr(param, _ATTRIBUTE, None)
     return record if isinstance(record, Record) else None
+
+
+def mark_replaced(param: Tensor, name: str) -> None:
+    """Note that a home took the place of `param` in its model."""
+    setattr(param, _REPLACED, name)
+
+
+def replaced_name(param: Tensor) -> str | None:
+    """Return the name that a parameter had in a model before another object took its place; None for all others."""
+    name = getattr(param, _REPLACED, None)
+    return name if isinstance(name, str) else None
+
+
+def note_dedication() -> None:
+    """Count a model that was dedicated."""
+    global _dedications
+    _dedications += 1
+
+
+def dedications() -> int:
+    """Return how many models were dedicated in this process: optimizers look again when it has changed."""
+    return _dedications

@@ -113,6 +113,8 @@ class OwnershipRuntime:
     ) -> None:
         self.plan = plan
         self.records = dict(records)
+        for record in self.records.values():
+            record.model = self.records
         self.warnings = list(warnings)
         self.sync = True
         self.link = link
@@ -276,7 +278,7 @@ class OwnershipRuntime:
             state.forget()
 
     def _reduce_late(self) -> None:
-        """Reduce gradients that came after their boundary's reduction, on any rank, from uses that nothing announced."""
+        """Reduce gradients that came after their boundary's reduction on any rank, from uses that nothing announced."""
         late = [buffer.grad_state is GradState.COLLECTING for buffer in self.buffers]
         try:
             late = self.link.on_any_rank(late)

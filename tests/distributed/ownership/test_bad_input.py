@@ -13,11 +13,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dmuown
 from dmuown.errors import LayoutError, OptionError, OptionTypeError, OwnershipError, ParameterError, PlanMismatchError
-from dmuown.ownership import dedicate_params
+from dmuown.ownership import dedicate_params, dedicated_records
 from dmuown.ownership.groups import dedicated_param_groups
 from dmuown.policy.groups import policy_param_groups
 from tests.distributed.harness import RankPool
-from tests.distributed.ownership.models import POLICY, Block, build
+from tests.distributed.ownership.models import POLICY, Block, batch, build, loss_of
 from tests.distributed.ownership.training import mesh_of, trainable
 
 
@@ -149,6 +149,73 @@ def _groups(rank: int, world_size: int) -> None:
 
 def test_group_overrides_after_dedication(ranks2: RankPool) -> None:
     ranks2.run(_groups, timeout=180)
+
+
+def _left_out(rank: int, world_size: int) -> None:
+    """An optimizer without its parameters is refused, whatever it is built from."""
+    model = build()
+    before = dict(model.named_parameters())
+    early = dmuown.Muon(list(model.parameters()), algorithm="adamw")
+    stranger = nn.Parameter(torch.zeros(3))
+    dedicate_params(model, mesh_of(world_size), predicate=trainable, param_policy=POLICY)
+    named = dict(model.named_parameters())
+
+    def refuse(match: str, params: Any, **options: Any) -> None:
+        with pytest.raises(OwnershipError, match=match):
+            dmuown.Muon(params, algorithm="adamw", **options)
+
+    norms = {name: param for name, param in named.items() if "norm" in name}
+    without = [param for name, param in named.items() if name not in norms]
+    absent = (
+        r"model\.layers\.0\.norm\.weight: is dedicated and takes gradients, but is in no param group "
+        r"\(4 such parameters: "
+        r"model\.layers\.1\.norm\.weight, model\.layers\.2\.norm\.weight, model\.norm\.weight\)"
+    )
+    refuse(absent, without)
+    refuse(absent, [{"params": [param]} for param in without])
+    refuse(absent, [(name, param) for name, param in named.items() if name not in norms])
+    refuse(absent, [{"params": iter(without)}, {"params": stranger}])
+    # Frozen ones need no optimizer.
+    for param in norms.values():
+        param.requires_grad_(False)
+    dmuown.Muon(without, algorithm="adamw")
+    for param in norms.values():
+        param.requires_grad_(True)
+    # Two optimizers share a model if they say so.
+    parts = [
+        dmuown.Muon(without, algorithm="adamw", partial=True),
+        dmuown.Muown(list(norms.values()), algorithm="adamw", partial=True),
+    ]
+    for optimizer in parts:
+        for name, record in dedicated_records(model).items():
+            here = any(param is record.home for group in optimizer.param_groups for param in group["params"])
+            assert here == ((name in norms) == (optimizer is parts[1]))
+    with pytest.raises(OptionTypeError, match="partial: must be True or False"):
+        dmuown.Muon(without, partial="yes")
+    # Parameters of the time before: shards took the place of some, others are elsewhere.
+    refuse(
+        r"model\.embed_tokens\.weight: was replaced in its model by dedicate_params",
+        list(before.values()),
+        partial=True,
+    )
+    refuse("is dedicated and takes gradients, but is in no param group", list(before.values()))
+    loss_of(model, batch(0, rank)).backward()
+    with pytest.raises(OwnershipError, match=r"embed_tokens\.weight: was dedicated after this optimizer was built"):
+        early.step()
+    # Another model's dedication is none of its business.
+    alone = dmuown.Muon([nn.Parameter(torch.zeros(3))], algorithm="adamw")
+    other = build()
+    dedicate_params(other, mesh_of(world_size), predicate=trainable, param_policy=POLICY)
+    alone.step()
+    mine, theirs = list(model.parameters()), list(other.parameters())
+    dmuown.Muon(mine, algorithm="adamw").step()
+    dmuown.Muon([*mine, *theirs], algorithm="adamw")
+    with pytest.raises(OwnershipError, match="is in no param group"):
+        dmuown.Muon([*mine, *theirs[:-1]], algorithm="adamw")
+
+
+def test_an_optimizer_without_its_parameters(ranks2: RankPool) -> None:
+    ranks2.run(_left_out, timeout=180)
 
 
 def _meshes(rank: int, world_size: int) -> None:

@@ -125,7 +125,13 @@ def _some(rank: int, world_size: int) -> None:
     assert any("have another optim_dtype in the policy" in warning for warning in summary.warnings)
     # Joining later, a group must say it.
     late = dmuown.Muon(
-        [{"params": [param for name, param in model.named_parameters() if "lm_head" not in name], "algorithm": "adamw"}]
+        [
+            {
+                "params": [param for name, param in model.named_parameters() if "lm_head" not in name],
+                "algorithm": "adamw",
+            }
+        ],
+        partial=True,
     )
     head = dict(model.named_parameters())["lm_head.weight"]
     record = dedicated_records(model)["lm_head.weight"]

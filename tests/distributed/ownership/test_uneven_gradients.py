@@ -77,8 +77,8 @@ class Stack(nn.Module):
             if penalty is not None:
                 total = total + penalty
         for layer in self.layers:
-            if layer.penalty is not None:
-                total = total + layer.penalty
+            kept = vars(layer)["penalty"]
+            total = total if kept is None else total + kept
         return hidden.square().mean() + total
 
 
