@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from tests.distributed.harness import RankPool
 
 def build(seed: int = 0) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    shapes = {"layers.0.w": (12, 8), "layers.1.w": (6, 10), "norm": (8,)}
+    shapes = {"layers.0.w": (12, 8), "layers.1.w": (6, 10), "layers.2.w": (4, 6), "norm": (8,)}
     params = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
     return params, {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
@@ -49,13 +50,13 @@ def measured(layers: bool = False) -> tuple[dict[str, float], dict[str, float], 
 
 def test_metrics_by_hand() -> None:
     found, ratios, params = measured(layers=True)
-    assert found["dmuown/orthogonalized"] == 2
+    assert found["dmuown/orthogonalized"] == 3
     assert found["dmuown/nonfinite"] == 0
-    assert found["dmuown/update_to_weight_mean"] == pytest.approx(sum(ratios.values()) / 3, rel=1e-5)
+    assert found["dmuown/update_to_weight_mean"] == pytest.approx(sum(ratios.values()) / 4, rel=1e-5)
     assert found["dmuown/update_to_weight_max"] == pytest.approx(max(ratios.values()), rel=1e-5)
     assert found["dmuown/layer_001/update_to_weight_mean"] == pytest.approx(ratios["layers.1.w"], rel=1e-5)
     # After the step a weight's row norms are its magnitudes.
-    rows = torch.cat([params[name].detach().norm(dim=1) for name in ("layers.0.w", "layers.1.w")])
+    rows = torch.cat([params[name].detach().norm(dim=1) for name in params if name != "norm"])
     assert found["dmuown/magnitude_mean"] == pytest.approx(float(rows.mean()), rel=1e-4)
     assert found["dmuown/magnitude_max"] == pytest.approx(float(rows.max()), rel=1e-4)
     assert found["dmuown/magnitude_min"] == pytest.approx(float(rows.min()), rel=1e-4)
@@ -117,10 +118,11 @@ def test_other_optimizers_are_left_alone() -> None:
     assert not adam._optimizer_step_pre_hooks
 
 
-#: The second is cut on columns, so that every rank has all its magnitudes; the third on no axis.
+#: The second is cut on columns, so that every rank has all its magnitudes; the others on no axis.
 CUTS: dict[str, tuple[Placement, ...]] = {
     "layers.0.w": (Shard(0),),
     "layers.1.w": (Shard(1),),
+    "layers.2.w": (Replicate(),),
     "norm": (Replicate(),),
 }
 
@@ -150,14 +152,14 @@ class Parts(nn.Module):
 
     def __init__(self, params: dict[str, nn.Parameter]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Module(), nn.Module()])
+        self.layers = nn.ModuleList([nn.Module() for _ in range(3)])
         for index, layer in enumerate(self.layers):
             layer.register_parameter("w", params[f"layers.{index}.w"])
         self.register_parameter("norm", params["norm"])
 
 
 def _owned(rank: int, world_size: int) -> dict[str, float]:
-    """Owners on a mesh (shard, tp): one weight is cut on rows, one on columns, and the norm on none."""
+    """Owners on a mesh (shard, tp): one weight is cut on rows, one on columns, and others on none."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
     params, gradients = build()
     for name in ("layers.0.w", "layers.1.w"):
@@ -165,7 +167,7 @@ def _owned(rank: int, world_size: int) -> dict[str, float]:
     model = Parts(params)
     policy = {"defaults": {"route": "muon"}, "overrides": [{"name": "norm", "set": {"route": "adamw"}}]}
     dmuown.dedicate_params(model, mesh["shard"], predicate=lambda *_: True, param_policy=policy)
-    options = {"ns_dtype": "float32", "scheme": "newton_schulz", "coefficients": "keller"}
+    options: dict[str, Any] = {"ns_dtype": "float32", "scheme": "newton_schulz", "coefficients": "keller"}
     optimizer = dmuown.Muown(model, lr=1e-2, **options)
     monitor = HealthMonitor([optimizer], layers=True)
     for name, record in dedicated_records(model).items():
