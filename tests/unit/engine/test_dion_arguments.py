@@ -44,7 +44,7 @@ YOU = (
     (2.8366, -3.0525, 1.2012),
 )
 
-CASES: list[tuple[dict[str, bool], Any, float, str]] = [
+CASES: list[tuple[dict[str, Any], Any, float, str]] = [
     ({}, POLAR_EXPRESS, 1.02, "polar_express"),
     ({"use_polar_express": True}, POLAR_EXPRESS, 1.02, "polar_express"),
     ({"use_polar_express": False}, YOU, 1.0, "newton_schulz"),
@@ -61,9 +61,9 @@ def orthogonalizer_of(optimizer: dmuown.Muon) -> Orthogonalizer:
 @pytest.mark.parametrize("optimizer_class", [dmuown.Muon, dmuown.NorMuon])
 @pytest.mark.parametrize(("flags", "triples", "factor", "scheme"), CASES, ids=str)
 def test_flags_choose_dions_coefficients(
-    optimizer_class: type[dmuown.Muon], flags: dict[str, bool], triples: Any, factor: float, scheme: str
+    optimizer_class: type[dmuown.Muon], flags: dict[str, Any], triples: Any, factor: float, scheme: str
 ) -> None:
-    optimizer = optimizer_class([torch.nn.Parameter(torch.ones(4, 3))], **flags)  # type: ignore[arg-type]
+    optimizer = optimizer_class([torch.nn.Parameter(torch.ones(4, 3))], **flags)
     found = orthogonalizer_of(optimizer)
     assert (found.scheme, found.table.safety_factor) == (scheme, factor)
     expected = torch.tensor(triples, dtype=torch.float64)
@@ -71,13 +71,14 @@ def test_flags_choose_dions_coefficients(
 
 
 @pytest.mark.parametrize("flags", [flags for flags, *_ in CASES], ids=str)
-def test_a_scheme_brings_its_own_coefficients(flags: dict[str, bool]) -> None:
+def test_a_scheme_brings_its_own_coefficients(flags: dict[str, Any]) -> None:
     for scheme, table in (("newton_schulz", "keller"), ("polar_express", "polar_express"), ("gram", "polar_express")):
         for key in ("scheme", "orthogonalization_strategy"):
             group = {"params": [torch.nn.Parameter(torch.ones(4, 3))], key: scheme}
             found = orthogonalizer_of(dmuown.Muon([group], **flags))
             assert (found.scheme, found.table.name) == (scheme, table)
-            whole = dmuown.Muon([torch.nn.Parameter(torch.ones(4, 3))], **flags, **{key: scheme})  # type: ignore[arg-type]
+            options: dict[str, Any] = {**flags, key: scheme}
+            whole = dmuown.Muon([torch.nn.Parameter(torch.ones(4, 3))], **options)
             found = orthogonalizer_of(whole)
             assert (found.scheme, found.table.name) == (scheme, table)
 

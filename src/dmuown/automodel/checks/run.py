@@ -188,12 +188,19 @@ def _check_top(document: Document, report: Report) -> None:
             report.warning("rng", "is not read by this version of the host", "Write seed at the top level")
         elif isinstance(value, Mapping) and "_target_" in value and nearest(key, known).startswith("Use one of"):
             report.warning(key, "is a section that no part of the recipe reads", "Remove it if it is not your own")
-        else:
-            near = nearest(key, known)
+        elif (near := nearest(key, known)).startswith("Did you") or not _is_own_recipe(document):
             report.error(key, "is no section or key of the recipe", near if near.startswith("Did you") else "Remove it")
+        else:
+            report.warning(key, "is no section or key of the host's recipes", "Remove it if yours does not read it")
     for key in REQUIRED:
         if document.config.get(key) is None:
             report.missing("error", key, "is missing", _REMEDIES[key])
+
+
+def _is_own_recipe(document: Document) -> bool:
+    """Whether the recipe is a class of the user's, which may read sections that nobody else knows."""
+    named = document.get("recipe._target_") or document.get("recipe")
+    return isinstance(named, str) and "." in named and named.partition(".")[0] not in ("nemo_automodel", "dmuown")
 
 
 def _check_recipe(document: Document, report: Report) -> None:
