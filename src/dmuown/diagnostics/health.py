@@ -67,6 +67,7 @@ class HealthMonitor:
         self._steps = 0
         self._before: dict[Tensor, Tensor] = {}
         self._residuals: list[Tensor] = []
+        self._weights: list[Tensor] = []  # of residuals: one over the ranks that find the same one
         self._values: dict[str, dict[str, Tensor]] = {}
         self._orthogonalized = 0.0
         self._handles: list[Any] = []
@@ -94,6 +95,7 @@ class HealthMonitor:
             return
         if optimizer is self._optimizers[0]:
             self._residuals.clear()
+            self._weights.clear()
             self._values.clear()
             self._orthogonalized = 0.0
         optimizer.exchange_count.observe = self._observe
@@ -109,15 +111,17 @@ class HealthMonitor:
         parts = [results]
         if len(bucket.blocks) > 1:
             parts = [results[:, torch.tensor(list(row_indices(block)))] for block in bucket.blocks]
+        # An exchange orthogonalizes every matrix once; without one, whoever has a copy does.
+        copies = self._copies(bucket.params[0], bucket.params[0]) if bucket.layout.mesh is None else 1
         for part in parts:
             part = part.float()
             if part.shape[-2] > part.shape[-1]:
                 part = part.mT
             side = part.shape[-2]
             difference = part @ part.mT - torch.eye(side, device=part.device)
-            self._residuals.append(difference.flatten(1).norm(dim=1) / math.sqrt(max(1, side)))
-        # An exchange orthogonalizes every matrix once; without one, whoever has a copy does.
-        copies = self._copies(bucket.params[0], bucket.params[0]) if bucket.layout.mesh is None else 1
+            residual = difference.flatten(1).norm(dim=1) / math.sqrt(max(1, side))
+            self._residuals.append(residual)
+            self._weights.append(torch.full_like(residual, 1.0 / copies))
         self._orthogonalized += len(results) * len(parts) / copies
 
     @torch.no_grad()
@@ -192,9 +196,10 @@ class HealthMonitor:
         device = _device(self._optimizers)
         zero, least = torch.zeros((), device=device), torch.full((), -math.inf, device=device)
         residuals = torch.cat(self._residuals) if self._residuals else torch.zeros(0, device=device)
+        weights = torch.cat(self._weights) if self._weights else torch.zeros(0, device=device)
         sums = [self._values.get(name, {}).get(key, zero) for name in self._all_names for key in _SUMS]
-        counted = torch.tensor([residuals.numel(), self._orthogonalized], dtype=torch.float64, device=device)
-        sums += [residuals.sum(), *counted]
+        counted = torch.tensor(self._orthogonalized, dtype=torch.float64, device=device)
+        sums += [(residuals * weights).sum(), weights.sum(), counted]
         maxima = [self._values.get(name, {}).get(key, least) for name in self._all_names for key in _MAXIMA]
         maxima.append(residuals.max() if residuals.numel() else least)
         # In fp64: squares of norms of large matrices, and counts, lose nothing.
