@@ -16,7 +16,15 @@ from torch.distributed.tensor import DTensor
 
 import dmuown
 from tests.distributed.harness import RankPool
-from tests.distributed.sharding import MATRIX_ALGORITHMS, Layout, Run, parameters
+from tests.distributed.sharding import (
+    MATRIX_ALGORITHMS,
+    Layout,
+    Run,
+    assert_sharded_equals_whole,
+    parameters,
+    train_sharded,
+    train_whole,
+)
 from tests.distributed.test_layouts import GRID, LINE, SQUARE, on
 
 COLLECTIVES = (
@@ -196,6 +204,24 @@ def test_hsdp_divides_the_work_and_exchanges_within_shard_groups(ranks4: RankPoo
         column = (rank % 2, rank % 2 + 2)
         ranks = {call[0]: call[2] for call in result["calls"] if call[3] == "torch.float32"}
         assert ranks == {"all_to_all_single": row, "all_gather_into_tensor": column}
+
+
+def train_and_count(rank: int, world_size: int, run: Run) -> Any:
+    return train_sharded(rank, world_size, run), count_a_step(rank, world_size, [run])
+
+
+def test_many_replicas_with_few_matrices_form_teams(ranks4: RankPool) -> None:
+    """A gather is padded to the replica that has most: four replicas of one matrix would gather four times as much."""
+    run = Run(on(LINE["replicated"], 4), algorithms=("muown", "normuon"), per_group=1)
+    trained, results = zip(*ranks4.run(train_and_count, run), strict=True)
+    assert_sharded_equals_whole(run, list(trained), train_whole(run), rtol=1e-5)
+    assert_as_planned(list(results))
+    elements = math.prod(run.layout.shape)
+    for rank, result in enumerate(results):
+        # Two matrices, one for each of the two replicas of a team: each sends its own, and padding for the other.
+        assert result["matrices"] == 1
+        gathers = [call for call in result["calls"] if call[0] == "all_gather_into_tensor"]
+        assert [call[1:3] for call in gathers] == [(elements * 4, (0, 1) if rank < 2 else (2, 3))] * 2
 
 
 def test_owners_are_balanced_by_cost_over_buckets(ranks4: RankPool) -> None:

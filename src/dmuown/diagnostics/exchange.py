@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from dmuown.engine.plan import Place, assign_owners, coordinate_of
+from dmuown.engine.owners import Division, Owners, assign_owners, coordinate_of
 from dmuown.engine.traffic import Traffic, bucket_traffic
 
 if TYPE_CHECKING:
@@ -118,9 +118,9 @@ def summarize_exchange(optimizer: MuonEngine) -> ExchangeSummary:
     groups = optimizer.param_groups
     known: dict[tuple[object, ...], Traffic] = {}
     reductions: dict[tuple[object, ...], list[int]] = {}
-    placed: dict[tuple[object, ...], list[list[Place]]] = {}
+    divisions: dict[object, Division] = {}
 
-    def traffic_of(index: int, bucket: Bucket, at: int | None, places: Any) -> Traffic | None:
+    def traffic_of(index: int, bucket: Bucket, at: int | None, owners: Owners) -> Traffic | None:
         coordinate = coordinate_of(bucket, at)
         algorithm = plan.algorithm_of(bucket)
         if coordinate is None:
@@ -133,7 +133,7 @@ def summarize_exchange(optimizer: MuonEngine) -> ExchangeSummary:
                 bucket,
                 algorithm,
                 group,
-                places,
+                owners,
                 at,
                 coordinate,
                 plan.splits(bucket, group, range(len(bucket.params))),
@@ -144,13 +144,9 @@ def summarize_exchange(optimizer: MuonEngine) -> ExchangeSummary:
     members = sorted({rank, *(member for audience in plan.audiences for member in audience)})
     totals: dict[int, Traffic] = {}
     for member in members:
-        # Ranks that share all their matrices have the same owners.
-        sharing = tuple(_sharing(bucket, member) for bucket in plan.buckets)
-        if sharing not in placed:
-            placed[sharing] = assign_owners(plan.buckets, member)
-        places = placed[sharing]
+        owners = assign_owners(plan.buckets, member, divisions)
         counted = [
-            traffic_of(index, bucket, member, places[index])
+            traffic_of(index, bucket, member, owners[index])
             for index, bucket in enumerate(plan.buckets)
             # A plain tensor is this rank's own: what others do with theirs is not known here.
             if bucket.layout.mesh is not None or member == rank
@@ -160,20 +156,15 @@ def summarize_exchange(optimizer: MuonEngine) -> ExchangeSummary:
     # By identity: equality of buckets would compare their parameters.
     position = {id(bucket): index for index, bucket in enumerate(plan.buckets)}
     summaries = [
-        _summary(bucket, rank, traffic_of(position[id(bucket)], bucket, rank, bucket.places), plan)
+        _summary(bucket, rank, traffic_of(position[id(bucket)], bucket, rank, bucket.owners), plan)
         for bucket in ordered
     ]
     return ExchangeSummary(rank, tuple(summaries), totals, plan.agreements)
 
 
-def _sharing(bucket: Bucket, rank: int) -> tuple[tuple[int, ...], ...] | None:
-    coordinate = coordinate_of(bucket, rank)
-    return None if coordinate is None or bucket.layout.mesh is None else bucket.layout.block_at(coordinate)
-
-
 def _summary(bucket: Bucket, rank: int, traffic: Traffic | None, plan: Any) -> BucketSummary:
     layout = bucket.layout
-    block = ((rank,),) if layout.mesh is None else layout.block_at(layout.coordinate)
+    team = ((rank,),) if layout.mesh is None else bucket.owners.team
     assert traffic is not None, "a rank is in the mesh of its own parameters"
     return BucketSummary(
         parameters=tuple(bucket.names),
@@ -181,7 +172,7 @@ def _summary(bucket: Bucket, rank: int, traffic: Traffic | None, plan: Any) -> B
         shape=layout.shape,
         placements=", ".join(map(str, layout.placements)),
         mesh=() if layout.mesh is None else tuple(layout.mesh.shape),
-        owners=tuple(block[place.replica][place.owner] for place in bucket.places),
+        owners=tuple(team[place.replica][place.owner] for place in bucket.places),
         traffic=traffic,
     )
 

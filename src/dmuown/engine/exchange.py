@@ -22,7 +22,8 @@ from torch import Tensor
 from dmuown.algorithms.batch import Work
 from dmuown.algorithms.fused import stack_of
 from dmuown.engine.layout import local_tensor
-from dmuown.engine.plan import Bucket, Place
+from dmuown.engine.owners import Place
+from dmuown.engine.plan import Bucket
 from dmuown.orthogonalize import orthogonalize_blocks
 
 

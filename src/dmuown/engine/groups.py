@@ -48,7 +48,12 @@ def mesh_group(mesh: DeviceMesh, dims: tuple[int, ...]) -> dist.ProcessGroup | N
         return None
     if len(dims) == 1:
         return mesh.get_group(dims[0])
-    return _group_of(mesh_ranks(mesh, dims), backend=None)
+    return group_of(mesh_ranks(mesh, dims))
+
+
+def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """Return a group of ranks, this one among them, on the default backend. Collective over them on first use."""
+    return _group_of(ranks, backend=None)
 
 
 def mesh_ranks(mesh: DeviceMesh, dims: tuple[int, ...]) -> tuple[int, ...]:

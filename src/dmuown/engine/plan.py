@@ -1,8 +1,7 @@
 """The plan of a step: buckets, owners, and what moves; computed once, compared across ranks, printable.
 
-Nothing here communicates. A unit is one logical matrix stack entry: parameter i, local leading
-index b. Units of a bucket are made whole on their owners; owners are balanced by cost over all
-buckets that share a group of ranks (longest processing time first).
+A unit is one logical matrix: parameter i, local leading index b. Units of a bucket are made whole on
+their owners (`dmuown.engine.owners`).
 """
 
 from __future__ import annotations
@@ -15,18 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dmuown.engine.groups import mesh_coordinates, mesh_group, warm_up
+from dmuown.engine.groups import group_of, mesh_coordinates, mesh_group, mesh_ranks, warm_up
 from dmuown.engine.layout import MatrixLayout, Shards, local_tensor
+from dmuown.engine.owners import Owners, Place
 from dmuown.orthogonalize import Blocks, Orthogonalizer
 from dmuown.orthogonalize.blocks import block_rows, row_indices
-
-
-@dataclass(frozen=True)
-class Place:
-    """Who orthogonalizes a unit: a rank of the shard group, in one of the replicas (numbered as in the mesh)."""
-
-    replica: int
-    owner: int
 
 
 @dataclass
@@ -41,12 +33,12 @@ class Bucket:
         blocks: Row blocks of a fused weight; () for one block.
         orthogonalizer: What orthogonalizes them.
         shard_group: Ranks that share a matrix; None where every rank has whole matrices.
-        replica_group: Ranks that hold the same shards and divide the work; None without replicas.
+        replica_group: Ranks of the team that hold the same shards and divide the work; None without others.
         input_group: Ranks that share rows.
         output_group: Ranks that share columns.
         members: Shards of every rank of `shard_group`, in its order; this rank's alone without one.
-        replicas: Number, as in the mesh, of the replica of every rank of `replica_group`, in its order.
-        places: Per unit (parameter-major), who orthogonalizes it.
+        replicas: Number, as in the team, of the replica of every rank of `replica_group`, in its order.
+        owners: Who orthogonalizes each unit.
         block_of_row: Per local row, its block; None for one block.
     """
 
@@ -62,7 +54,7 @@ class Bucket:
     output_group: dist.ProcessGroup | None
     members: list[Shards]
     replicas: list[int] = field(default_factory=lambda: [0])
-    places: list[Place] = field(default_factory=list)
+    owners: Owners = field(default_factory=Owners)
     block_of_row: Tensor | None = None
 
     @property
@@ -82,6 +74,11 @@ class Bucket:
         return max(1, len(self.blocks))
 
     @property
+    def places(self) -> tuple[Place, ...]:
+        """Per unit (parameter-major), who orthogonalizes it."""
+        return self.owners.places
+
+    @property
     def replica_count(self) -> int:
         """Replicas that divide the work."""
         return len(self.replicas)
@@ -93,7 +90,7 @@ class Bucket:
 
     @property
     def replica_rank(self) -> int:
-        """This rank's replica, numbered as in the mesh: the same for all ranks that share a matrix."""
+        """This rank's replica, numbered as in the team: the same for all ranks that share a matrix."""
         return 0 if self.replica_group is None else self.replicas[dist.get_rank(self.replica_group)]
 
     @property
@@ -134,28 +131,22 @@ def make_bucket(
     blocks: Blocks,
     orthogonalizer: Orthogonalizer,
 ) -> Bucket:
-    """Build one bucket: find its groups of ranks and every member's shards.
+    """Build one bucket, without owners: find its groups of ranks and every member's shards.
 
     Collective where a group is used or made for the first time.
     """
-    shard_group = replica_group = input_group = output_group = None
-    members, replicas = [layout.own], [0]
+    shard_group = input_group = output_group = None
+    members = [layout.own]
     device = local_tensor(params[0]).device
     if layout.mesh is not None:
         shard_group = mesh_group(layout.mesh, layout.matrix_dims)
-        replica_group = mesh_group(layout.mesh, layout.replicate_dims)
         input_group = mesh_group(layout.mesh, layout.col_dims)
         output_group = mesh_group(layout.mesh, layout.row_dims)
         at = mesh_coordinates(layout.mesh)
         if shard_group is not None:
             members = [layout.shards_at(at[rank]).on(device) for rank in dist.get_process_group_ranks(shard_group)]
-        if replica_group is not None:
-            block = layout.block_at(layout.coordinate)
-            number = {rank: replica for replica, ranks in enumerate(block) for rank in ranks}
-            replicas = [number[rank] for rank in dist.get_process_group_ranks(replica_group)]
         for group, kind in (
             (shard_group, "all_to_all"),
-            (replica_group, "all_gather"),
             (input_group, "all_reduce"),
             (output_group, "all_reduce"),
         ):
@@ -168,11 +159,10 @@ def make_bucket(
         blocks,
         orthogonalizer,
         shard_group,
-        replica_group,
+        None,
         input_group,
         output_group,
         members,
-        replicas,
     )
     if len(blocks) > 1:
         of_row = torch.empty(layout.m, dtype=torch.int64)
@@ -182,40 +172,18 @@ def make_bucket(
     return bucket
 
 
-def assign_owners(buckets: Sequence[Bucket], rank: int | None = None) -> list[list[Place]]:
-    """Choose an owner for every unit of every bucket, as one rank sees them; pure and deterministic.
-
-    Longest processing time first: units by falling cost, each to the least loaded replica and there
-    to the least loaded rank (the first of equals). Loads add up over all buckets that are shared by
-    the same ranks.
-
-    Args:
-        buckets: In the same order on every rank.
-        rank: Global rank whose units are meant; None for this one.
-
-    Returns:
-        Per bucket, one place a unit, parameter-major; none where the rank is outside the bucket's mesh.
-    """
-    loads: dict[tuple[tuple[int, ...], ...], list[list[float]]] = {}
-    places: list[list[Place]] = [[] for _ in buckets]
-    for index in sorted(range(len(buckets)), key=lambda index: -buckets[index].flops_per_unit):
-        bucket = buckets[index]
-        coordinate = coordinate_of(bucket, rank)
-        if coordinate is None:
-            continue
-        block = ((-1,),) if bucket.layout.mesh is None else bucket.layout.block_at(coordinate)
-        load = loads.setdefault(block, [[0.0] * len(ranks) for ranks in block])
-        for _ in range(bucket.units_at(coordinate)):
-            replica = min(range(len(load)), key=lambda r: (sum(load[r]), r))
-            owner = min(range(len(load[replica])), key=lambda o: (load[replica][o], o))
-            load[replica][owner] += bucket.flops_per_unit
-            places[index].append(Place(replica, owner))
-    return places
-
-
-def coordinate_of(bucket: Bucket, rank: int | None) -> tuple[int, ...] | None:
-    """Mesh coordinate of a global rank (None: this one); None outside the mesh, () for plain tensors."""
-    layout = bucket.layout
-    if rank is None or layout.mesh is None:
-        return layout.coordinate
-    return mesh_coordinates(layout.mesh).get(rank)
+def join_team(bucket: Bucket, owners: Owners) -> None:
+    """Give a bucket its owners, and the group of the replicas that divide the work. Collective as `make_bucket` is."""
+    bucket.owners = owners
+    mesh, dims = bucket.layout.mesh, bucket.layout.replicate_dims
+    if mesh is None or len(owners.team) == 1:
+        return
+    number = {rank: replica for replica, ranks in enumerate(owners.team) for rank in ranks}
+    counterparts = mesh_ranks(mesh, dims)
+    if len(number) < len(counterparts) * len(owners.team[0]):
+        bucket.replica_group = group_of(tuple(rank for rank in counterparts if rank in number))
+    else:
+        bucket.replica_group = mesh_group(mesh, dims)
+    assert bucket.replica_group is not None
+    bucket.replicas = [number[rank] for rank in dist.get_process_group_ranks(bucket.replica_group)]
+    warm_up(bucket.replica_group, local_tensor(bucket.params[0]).device, "all_gather")

@@ -15,7 +15,8 @@ from dmuown.algorithms import Algorithm, DeclaredState, ElementwiseAlgorithm, Ma
 from dmuown.engine.agreement import first_difference
 from dmuown.engine.groups import audience_of, audiences, control_group, mesh_group
 from dmuown.engine.layout import local_tensor
-from dmuown.engine.plan import Bucket, assign_owners, make_bucket
+from dmuown.engine.owners import assign_owners
+from dmuown.engine.plan import Bucket, join_team, make_bucket
 from dmuown.engine.records import ParamRecord
 from dmuown.errors import PlanMismatchError
 from dmuown.orthogonalize import resolve_orthogonalizer
@@ -243,8 +244,8 @@ def make_plan(
             )
         )
     buckets.sort(key=lambda bucket: -bucket.flops_per_unit * len(bucket.params))
-    for bucket, places in zip(buckets, assign_owners(buckets), strict=True):
-        bucket.places = places
+    for bucket, owners in zip(buckets, assign_owners(buckets), strict=True):
+        join_team(bucket, owners)
     by_audience = audiences(record.param for record in records)
     parts_of: dict[tuple[int, ...], list[Bucket]] = {audience: [] for audience in by_audience}
     for bucket in buckets:

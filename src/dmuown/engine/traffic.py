@@ -17,7 +17,8 @@ from dmuown.algorithms import MatrixBatch, MuonAlgorithm
 from dmuown.algorithms.batch import Work
 from dmuown.engine.exchange import wire_dtype
 from dmuown.engine.layout import Shards
-from dmuown.engine.plan import Bucket, Place
+from dmuown.engine.owners import Block, Owners, Place
+from dmuown.engine.plan import Bucket
 
 T = TypeVar("T")
 
@@ -52,7 +53,7 @@ def bucket_traffic(
     bucket: Bucket,
     algorithm: MuonAlgorithm,
     options: Mapping[str, Any],
-    places: Sequence[Place],
+    owners: Owners,
     rank: int | None,
     coordinate: tuple[int, ...],
     chunks: Sequence[Sequence[int]],
@@ -64,22 +65,21 @@ def bucket_traffic(
         bucket: The bucket.
         algorithm: Its algorithm.
         options: Its group.
-        places: Owners of the units that this rank shares (`plan.assign_owners`).
+        owners: Owners of the units that this rank shares (`owners.assign_owners`).
         rank: Global rank; None for plain tensors.
         coordinate: Its coordinate in the bucket's mesh.
         chunks: Indices of the bucket's parameters that are updated together.
         known: Reductions counted before; most ranks have the same.
     """
     layout = bucket.layout
-    block: tuple[tuple[int, ...], ...] = ((-1,),) if layout.mesh is None else layout.block_at(coordinate)
     here = -1 if layout.mesh is None or rank is None else rank
-    replica = next(number for number, ranks in enumerate(block) if here in ranks)
-    position = block[replica].index(here)
+    replica = next(number for number, ranks in enumerate(owners.team) if here in ranks)
+    position = owners.team[replica].index(here)
     per_param = bucket.units_at(coordinate) // len(bucket.params)
     total = Traffic()
     for chunk in chunks:
-        units = [places[index * per_param + unit] for index in chunk for unit in range(per_param)]
-        total += _exchange(bucket, block, units, replica, position, coordinate)
+        units = [owners.places[index * per_param + unit] for index in chunk for unit in range(per_param)]
+        total += _exchange(bucket, owners.team, units, replica, position, coordinate)
         held = layout.shards_at(coordinate)
         key = (id(bucket), len(chunk), per_param, held.row_count, held.col_count)
         if key not in known:
@@ -91,7 +91,7 @@ def bucket_traffic(
 
 def _exchange(
     bucket: Bucket,
-    block: tuple[tuple[int, ...], ...],
+    team: Block,
     units: Sequence[Place],
     replica: int,
     position: int,
@@ -105,14 +105,14 @@ def _exchange(
         matrices=owned * bucket.matrices_per_unit,
         flops=owned * bucket.flops_per_unit,
     )
-    if len(block[replica]) > 1 and mine:
+    if len(team[replica]) > 1 and mine:
         sent = (len(mine) - owned) * held * wire_dtype(orthogonalizer.dtype).itemsize
         returned = owned * (layout.m * layout.n - held) * orthogonalizer.dtype.itemsize
         done += Traffic(all_to_alls=2, bytes_exchanged=sent + returned)
-    longest = max(sum(place.replica == number for place in units) for number in range(len(block))) if units else 0
-    if len(block) > 1 and longest * held:
+    longest = max(sum(place.replica == number for place in units) for number in range(len(team))) if units else 0
+    if len(team) > 1 and longest * held:
         size = longest * held * orthogonalizer.dtype.itemsize
-        done += Traffic(all_gathers=1, bytes_exchanged=size * (len(block) - 1))
+        done += Traffic(all_gathers=1, bytes_exchanged=size * (len(team) - 1))
     return done
 
 

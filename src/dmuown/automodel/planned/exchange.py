@@ -12,7 +12,8 @@ from torch import Tensor
 
 from dmuown.engine.exchange import wire_dtype
 from dmuown.engine.layout import MatrixLayout
-from dmuown.engine.plan import Bucket, Place, assign_owners
+from dmuown.engine.owners import Block, Division, Owners, assign_owners
+from dmuown.engine.plan import Bucket
 
 
 @dataclass
@@ -59,24 +60,21 @@ def plan_exchange(buckets: Sequence[Bucket], ranks: int, *, batch_size: int | No
         batch_size: Matrices at once (the group's option); None takes whole buckets.
     """
     plans = [BucketPlan(bucket, {}, [0.0] * ranks, [0.0] * ranks, [0] * ranks, [0.0] * ranks) for bucket in buckets]
-    done: set[tuple[int, tuple[tuple[int, ...], ...]]] = set()
+    counted: list[set[int]] = [set() for _ in plans]
+    divisions: dict[object, Division] = {}
     for rank in range(ranks):
-        blocks = [_block(plan.bucket.layout, rank) for plan in plans]
-        if all((index, block) in done for index, block in enumerate(blocks)):
+        if all(rank in ranks_counted for ranks_counted in counted):
             continue
-        places = assign_owners(buckets, rank)
-        for index, (plan, block) in enumerate(zip(plans, blocks, strict=True)):
-            if (index, block) not in done:
-                done.add((index, block))
-                _count_block(plan, block, places[index], batch_size)
+        for plan, owners, ranks_counted in zip(plans, assign_owners(buckets, rank, divisions), counted, strict=True):
+            if rank in ranks_counted:
+                continue
+            if plan.bucket.layout.mesh is None:  # one process
+                _count_team(plan, ((0,),), owners, batch_size)
+                ranks_counted.update(range(ranks))
+            else:
+                _count_team(plan, owners.team, owners, batch_size)
+                ranks_counted.update(member for members in owners.team for member in members)
     return plans
-
-
-def _block(layout: MatrixLayout, rank: int) -> tuple[tuple[int, ...], ...]:
-    """Ranks that hold the same matrices as this one, a tuple per replica."""
-    if layout.mesh is None:
-        return ((0,),)
-    return layout.block_at(_coordinate(layout, rank))
 
 
 def _coordinate(layout: MatrixLayout, rank: int) -> tuple[int, ...]:
@@ -88,25 +86,23 @@ def _coordinate(layout: MatrixLayout, rank: int) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def _count_block(
-    plan: BucketPlan, block: tuple[tuple[int, ...], ...], places: Sequence[Place], batch_size: int | None
-) -> None:
+def _count_team(plan: BucketPlan, team: Block, owners: Owners, batch_size: int | None) -> None:
     bucket, layout = plan.bucket, plan.bucket.layout
     compute = bucket.orthogonalizer.dtype.itemsize
     wire = wire_dtype(bucket.orthogonalizer.dtype).itemsize
     whole = layout.m * layout.n
-    owned = [[0] * len(ranks) for ranks in block]
-    for place in places:
+    owned = [[0] * len(ranks) for ranks in team]
+    for place in owners.places:
         owned[place.replica][place.owner] += 1
     in_replica = [sum(counts) for counts in owned]
     longest = max(in_replica, default=0)
     per_block = max(1, len(bucket.blocks))
-    chunks = _chunks(bucket, places, batch_size)
-    if len(block[0]) > 1:
+    chunks = _chunks(bucket, owners, batch_size)
+    if len(team[0]) > 1:
         plan.collectives["all_to_all"] = 2 * chunks
-    if len(block) > 1:
+    if len(team) > 1:
         plan.collectives["all_gather"] = chunks
-    for replica, ranks in enumerate(block):
+    for replica, ranks in enumerate(team):
         for owner, rank in enumerate(ranks):
             mine = owned[replica][owner]
             held = layout.shards_at(_coordinate(layout, rank)).numel if layout.mesh is not None else whole
@@ -114,17 +110,17 @@ def _count_block(
             if len(ranks) > 1:
                 sent = (in_replica[replica] - mine) * held * wire + mine * (whole - held) * compute
                 plan.buffers[rank] = (in_replica[replica] * held + 2 * mine * whole) * wire / chunks
-            if len(block) > 1:
-                sent += longest * held * compute * (len(block) - 1)
+            if len(team) > 1:
+                sent += longest * held * compute * (len(team) - 1)
             plan.bytes_sent[rank] += sent
             plan.work[rank] += mine * bucket.flops_per_unit
             plan.matrices[rank] += mine * per_block
 
 
-def _chunks(bucket: Bucket, places: Sequence[Place], batch_size: int | None) -> int:
-    if batch_size is None or not places:
+def _chunks(bucket: Bucket, owners: Owners, batch_size: int | None) -> int:
+    if batch_size is None or not owners.places:
         return 1
-    per_param = max(1, len(places) // len(bucket.params))
+    per_param = max(1, len(owners.places) // len(bucket.params))
     return math.ceil(len(bucket.params) / max(1, batch_size // per_param))
 
 
