@@ -56,8 +56,7 @@ def shape_options(draw: st.DrawFn, shape: tuple[int, ...]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if len(shape) > 2 and draw(st.booleans()):
         return {"flatten": True}
-    # A row of one input has no direction to turn to: its tangent gradient is nothing but rounding.
-    if shape[-2] > 1 and draw(st.booleans()):
+    if draw(st.booleans()):
         options["matrix_transposed"] = True
     m = shape[-1] if options else shape[-2]
     kind = draw(st.sampled_from(["none", "none", "split", "interleaved", "heads"]))
@@ -79,7 +78,7 @@ def runs(draw: st.DrawFn, world_size: int) -> Run:
     shape = (
         *draw(st.lists(st.integers(1, 3), max_size=2)),
         draw(st.integers(1, 11)),
-        draw(st.integers(2, 11)),
+        draw(st.integers(1, 11)),
     )
     layout = Layout(
         shape,

@@ -60,6 +60,10 @@ class AngularMuown:
         u = self.weight / g
         dg = row_sum(grad * u)
         du = g * (grad - u * dg)
+        if self.weight.shape[-1] == 1:
+            # u is 1 or -1 (0 in a row of zeros), so that G - u u G = 0
+            du = torch.where(u.abs() > 0.5, 0, du)
+            self.momentum = torch.where(u.abs() > 0.5, 0, self.momentum)
         self.momentum = self.mu * self.momentum + du
         ahead = du + self.mu * self.momentum if self.nesterov else self.momentum
         kappa = (1 + self.decay_scale * max(0, self.t - self.warmup_steps)) ** -self.decay_degree

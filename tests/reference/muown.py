@@ -14,7 +14,8 @@ row norms of W; Adam's moments of g; step.
 guard(x) = sign(x) max(|x|, eps), sign(0) = 1. Newborn: |g| <= eps and v_norm <= eps before the step,
 and ||v'|| > eps. Zero rows: with a zero gradient (and momentum) v' = 0 and the row stays zero; with a
 gradient dv = G, the row takes a direction, and since dg = 0 tells Adam nothing, the magnitude takes
-the length that Adam's first step has for any gradient, lr.
+the length that Adam's first step has for any gradient, lr. A row of one element longer than eps: u = 1
+or -1 and dv = G - u u G = 0, written out because rounding would leave a remainder.
 """
 
 from __future__ import annotations
@@ -66,6 +67,9 @@ class Muown:
         u = before / g
         dg = row_sum(grad * u)
         dv = (g / v_norm) * (grad - u * dg)
+        if before.shape[-1] == 1:
+            dv = torch.where(v_norm > epsilon, 0, dv)
+            self.momentum = torch.where(v_norm > epsilon, 0, self.momentum)
         self.momentum = self.mu * self.momentum + dv
         ahead = dv + self.mu * self.momentum if self.nesterov else self.momentum
         update = self.shape_update(by_blocks(ahead, self.blocks, self.orthogonalize))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dmuown.algorithms.base import MuonAlgorithm, register_muon_algorithm
 from dmuown.algorithms.batch import MatrixBatch, Work
-from dmuown.algorithms.magnitude import MAGNITUDE_STATE, adam_on_magnitude, guard_magnitude
+from dmuown.algorithms.magnitude import MAGNITUDE_STATE, adam_on_magnitude, guard_magnitude, still_directions
 from dmuown.algorithms.scales import scale_named
 from dmuown.errors import OptionError
 from dmuown.state import BufferSpec
@@ -72,10 +72,14 @@ class AngularMuownRow(MuonAlgorithm):
         partial = [(grad * unit).sum(dim=-1, keepdim=True) for grad, unit in zip(batch.gradients, units, strict=True)]
         dg = yield from batch.sum_rows(partial)
         batch.scratch["magnitude_gradient"] = dg
-        return [
+        tangents = [
             (grad - unit * d).mul_(g)
             for grad, unit, d, g in zip(batch.gradients, units, dg, batch.state["magnitude"], strict=True)
         ]
+        if batch.n == 1:
+            # The sphere is two points; a row of zeros is neither of them yet.
+            still_directions(batch, tangents, [unit.abs() > 0.5 for unit in units])
+        return tangents
 
     def apply(self, batch: MatrixBatch, update: Sequence[Tensor]) -> Work[None]:
         """Step along the sphere, retract, step magnitudes, recompose weights."""

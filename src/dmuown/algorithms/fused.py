@@ -204,6 +204,8 @@ def _obstacle(algorithm: MuonAlgorithm, batch: MatrixBatch, dtype: torch.dtype) 
         return f"{algorithm.name} has none"
     if batch.input_group is not None:
         return "rows are sharded along the input axis"
+    if batch.n == 1 and _COVERED[type(algorithm)][0] != "muon":
+        return "rows of one element have no direction"
     first = batch.weights[0]
     if not _available(first.device.type):
         return f"there are none for {first.device}"

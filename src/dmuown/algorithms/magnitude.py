@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dmuown.algorithms.batch import MatrixBatch
 from dmuown.state.spec import STEP, BufferSpec
 
 #: State of the magnitudes: `g`, Adam's moments on it, and the step that corrects their bias.
@@ -22,6 +23,21 @@ MAGNITUDE_STATE: dict[str, BufferSpec] = {
 def guard_magnitude(magnitude: Tensor, floor: float) -> Tensor:
     """Keep |g| >= floor with its sign; +0 and -0 count as positive. Returns a new tensor."""
     return torch.where(magnitude < 0, magnitude.clamp_max(-floor), magnitude.clamp_min(floor))
+
+
+def still_directions(batch: MatrixBatch, directions: Sequence[Tensor], settled: Sequence[Tensor]) -> None:
+    """Hold the directions of rows of one element, which are a sign: no gradient and no momentum, in place.
+
+    Their tangent is zero, and computed it is a rounding, of which orthogonalization would make a full step.
+
+    Args:
+        batch: The bucket, of one input; its momentum is written.
+        directions: Gradients of the directions, `[batch, m_local, 1]` each (`[batch, m_local, 0]` beside the column).
+        settled: Which rows have their sign, of the shapes of rows or directions.
+    """
+    for direction, momentum, rows in zip(directions, batch.state["momentum"], settled, strict=True):
+        direction.masked_fill_(rows, 0)
+        momentum.masked_fill_(rows, 0)
 
 
 def adam_on_magnitude(

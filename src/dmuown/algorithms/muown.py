@@ -8,7 +8,8 @@
 Only W, M and four numbers a row are stored: v is W's direction times its norm.
 Guards: |g| >= epsilon with its sign, v_norm >= epsilon. A row of zeros has no direction: with no
 gradient it stays zero; with one it takes the direction of its update and the length lr, the
-length of Adam's first step whatever the gradient's size.
+length of Adam's first step whatever the gradient's size. A row of one element has a sign and no direction
+to turn to: where it is longer than epsilon, dv and M are exactly 0, where G - u dg would leave its rounding.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from dmuown.algorithms.base import MuonAlgorithm, register_muon_algorithm
 from dmuown.algorithms.batch import MatrixBatch, Work
-from dmuown.algorithms.magnitude import MAGNITUDE_STATE, adam_on_magnitude, guard_magnitude
+from dmuown.algorithms.magnitude import MAGNITUDE_STATE, adam_on_magnitude, guard_magnitude, still_directions
 from dmuown.algorithms.muon import _is_nonzero
 from dmuown.algorithms.normuon import NeuronNormalization
 from dmuown.algorithms.scales import normuon, rms_norm
@@ -68,12 +69,15 @@ class MuownRow(MuonAlgorithm):
         partial = [(grad * unit).sum(dim=-1, keepdim=True) for grad, unit in zip(batch.gradients, units, strict=True)]
         dg = yield from batch.sum_rows(partial)
         batch.scratch["magnitude_gradient"] = dg
-        return [
+        directions = [
             (grad - unit * d).mul_(g / norm)
             for grad, unit, d, g, norm in zip(
                 batch.gradients, units, dg, batch.state["magnitude"], batch.state["direction_norm"], strict=True
             )
         ]
+        if batch.n == 1:
+            still_directions(batch, directions, [norm > epsilon for norm in batch.state["direction_norm"]])
+        return directions
 
     def apply(self, batch: MatrixBatch, update: Sequence[Tensor]) -> Work[None]:
         """Move directions, step magnitudes, recompose weights, decay."""
