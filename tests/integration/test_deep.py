@@ -107,3 +107,51 @@ def test_a_model_that_cannot_be_built_is_one_message(tmp_path: Path) -> None:
     assert "transformers cannot build it" in str(named.exception)
     unnamed = dmuown("plan", str(file), "--deep")
     assert "model.pretrained_model_name_or_path" in str(unnamed.exception)
+
+
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 12,
+    "vocab_size": 96,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+SELECTIONS: list[dict[str, Any]] = [
+    {},
+    {"match_all_linear": True},
+    {"exclude_modules": ["*.mlp.*", "lm_head"]},
+    {"target_modules": ["*.layers.1.*.q_proj", "*.layers.1.*"], "use_dora": True},
+    {"target_modules": ["*layers.1.*"]},
+    {"target_modules": ["*layers.1*"]},
+    {"target_modules": ["model.layers.0.mlp.up_proj", "*self_attn.k.*"]},
+    {"target_modules": [".*v_proj", "lm_*"]},
+]
+
+
+@pytest.mark.parametrize("selection", SELECTIONS, ids=str)
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True)])
+def test_planned_adapters_are_those_of_the_host(family: str, tied: bool, selection: dict[str, Any]) -> None:
+    import torch
+    from nemo_automodel.components._peft.lora import PeftConfig, apply_lora_to_linear_modules
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from dmuown.automodel.planned.adapters import TARGET, Adapters, linear_modules
+    from dmuown.automodel.shapes import model_parameters
+    from dmuown.policy.roles import describe_parameters
+
+    config = {**TINY, "model_type": family, "tie_word_embeddings": tied}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    apply_lora_to_linear_modules(model, PeftConfig(dim=4, **selection))
+    theirs = {entry.name: entry for entry in describe_parameters(model, trainable_only=False)}
+    entries = model_parameters(config)
+    adapters = Adapters.read({"_target_": TARGET, "dim": 4, **selection})
+    found, added = adapters.add(entries, linear_modules(entries))
+    assert [entry.name for entry in found] == list(theirs)
+    assert added == {name for name, entry in theirs.items() if entry.parameter.requires_grad}
+    for entry in found:
+        other = theirs[entry.name]
+        assert (entry.parameter.shape, entry.role) == (other.parameter.shape, other.role), entry.name

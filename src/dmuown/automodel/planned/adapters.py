@@ -93,25 +93,28 @@ class Adapters:
             OptionError: No module has adapters; DoRA of experts; a rank below one an expert.
         """
         result: list[ParameterRole] = []
-        adapters: list[ParameterRole] = []
+        added: set[str] = set()
+        waiting: list[ParameterRole] = []  # for the module's own bias, which comes first
         tied: list[ParameterRole] = []
-        for index, entry in enumerate(entries):
+        following = [entry.name.rpartition(".")[0] for entry in entries[1:]] + [""]
+        for index, (entry, next_path) in enumerate(zip(entries, following, strict=True)):
             result.append(entry)
             path, _, leaf = entry.name.rpartition(".")
-            made: list[ParameterRole] = []
             if leaf == "weight" and path in linears and self.adapts(path, linear=True):
-                made = self._linear(path, *entry.parameter.shape)
+                waiting = self._linear(path, *entry.parameter.shape)
             elif index and _EXPERTS.search(entries[index - 1].name) and self.adapts(path, linear=False):
                 # The stack's second weight completes the module.
-                made = self._experts(path, entries[index - 1].parameter, entry.parameter, experts_per_token)
-            adapters += made
-            result += made
+                waiting = self._experts(path, entries[index - 1].parameter, entry.parameter, experts_per_token)
+            if next_path != path:
+                result += waiting
+                added.update(made.name for made in waiting)
+                waiting = []
             for name in entry.aliases:
                 path, _, leaf = name.rpartition(".")
                 if leaf == "weight" and path in linears and self.adapts(path, linear=True):
                     tied += self._linear(path, *entry.parameter.shape)
         result += tied
-        added = {entry.name for entry in (*adapters, *tied)}
+        added.update(made.name for made in tied)
         if not added:
             raise OptionError("peft", "adapts no module of the model", "Correct its target_modules")
         return result, added
