@@ -3,7 +3,8 @@
     python benchmarks/model_scaling.py
 
 Bytes, owners and matrices are the engine's own plan (`dmuown plan`; tests compare it with what ranks do). Times are a
-model: products and rows at rates measured on one H200, transfers at nominal bandwidths, nothing overlapped, no host time.
+model: products and rows at rates measured on one H200, transfers at nominal bandwidths; nothing overlapped, no host
+time.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ group; several together (tensor parallel x FSDP) need one more, made once and sh
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import weakref
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
@@ -142,14 +143,16 @@ def _same_name_on(ranks: tuple[int, ...], backend: str | None) -> Iterator[None]
 
     Torch names a group that only its members make after its ranks and the number of groups that the
     member knows. Members of unlike numbers (pipeline stages, groups of somebody else's) would each
-    wait for a group of another name. So they tell each other their numbers, through the store, and
-    all count up to the largest.
+    wait for a group of another name. So they tell their numbers through the store, and all count up
+    to the largest.
     """
     known: dict[Any, Any] = dist.distributed_c10d._world.pg_names
     store = dist.distributed_c10d._get_default_store()
-    prefix = f"dmuown/groups/{backend}/{','.join(map(str, ranks))}"
+    prefix = f"dmuown/groups/{backend}/{hashlib.sha256(repr(ranks).encode()).hexdigest()}"
     store.set(f"{prefix}/{dist.get_rank()}", str(len(known)))
-    most = max(int(store.get(f"{prefix}/{rank}")) for rank in ranks)
+    if dist.get_rank() == ranks[0]:  # one rank reads them all: thousands would ask the store for millions
+        store.set(f"{prefix}/largest", str(max(int(store.get(f"{prefix}/{rank}")) for rank in ranks)))
+    most = int(store.get(f"{prefix}/largest"))
     placeholders = [object() for _ in range(most - len(known))]
     for number, placeholder in enumerate(placeholders):
         known[placeholder] = f"{prefix}/{number}"
