@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from dmuown.automodel.checks.document import read_document
 from dmuown.automodel.dmuon_options import OPTIONS_BY_CONFIG, PACKAGE, own_options
 from dmuown.errors import CheckpointError, OptionError
 from dmuown.policy.names import nearest
@@ -59,47 +60,15 @@ def read_request(path: str | os.PathLike[str], arguments: Sequence[str] = ()) ->
             configuration does not exist.
         CheckpointError: The checkpoint to resume from does not exist or belongs to another algorithm.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise OptionError(str(path), "is no file", "Give the path of a YAML configuration")
-    try:
-        config = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise OptionError(str(path), f"is no valid YAML: {error}", "Correct it") from None
-    if not isinstance(config, dict):
-        raise OptionError(str(path), "must be a mapping of sections", "See configs/automodel for examples")
-    overrides = parse_overrides(arguments)
-    for dotted, value in overrides.items():
-        _set(config, dotted, value)
+    document = read_document(path, arguments)
+    config = document.config
+    overrides = {dotted: document.get(dotted) for dotted in document.overridden}
     written = tuple(f"--{dotted}={value}" for dotted, value in overrides.items())
-    request = Request(file, config, written, _recipe(config))
+    request = Request(document.path, config, written, _recipe(config))
     check_paths(request)
     check_optimizer(config.get("optimizer"))
     check_checkpoint(request)
     return request
-
-
-def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return {dotted key: value} of `--dotted.key value` and `--dotted.key=value`.
-
-    Values are Python literals, true, false, none, or strings. A key without a value means true.
-
-    Raises:
-        OptionError: An argument belongs to no key.
-    """
-    from nemo_automodel.components.config.loader import translate_value
-
-    overrides: dict[str, Any] = {}
-    rest = list(arguments)
-    while rest:
-        key = rest.pop(0)
-        if not key.startswith("--") or key in ("--", "--="):
-            raise OptionError(key, "belongs to no --dotted.key", "Write overrides as --section.key value")
-        name, equals, value = key[2:].partition("=")
-        if not equals:
-            value = rest.pop(0) if rest and not rest[0].startswith("--") else "True"
-        overrides[name] = translate_value(value)
-    return overrides
 
 
 def check_optimizer(section: Any) -> None:
@@ -203,13 +172,3 @@ def _recipe(config: Mapping[str, Any]) -> str:
 
 def _is_path(value: str) -> bool:
     return value.startswith(("/", ".", "~")) or value.count("/") > 1
-
-
-def _set(config: dict[str, Any], dotted: str, value: Any) -> None:
-    *parents, last = dotted.split(".")
-    node = config
-    for parent in parents:
-        if not isinstance(node.get(parent), dict):
-            node[parent] = {}
-        node = node[parent]
-    node[last] = value

@@ -10,7 +10,8 @@ import typer
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(help="Checkpoint folders of runs, or their training.jsonl.", metavar="RUN...")
+        list[Path],
+        typer.Argument(help="Checkpoint folders of runs, or folders of several, or training.jsonl.", metavar="RUN..."),
     ],
     output: Annotated[
         Path | None,

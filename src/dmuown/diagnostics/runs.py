@@ -85,11 +85,20 @@ def finite(value: float) -> float | None:
 def read_runs(folders: Iterable[Path]) -> list[Run]:
     """Read runs, each under the shortest end of its path that tells it from the others.
 
+    A folder without a log that holds folders with one stands for all of those, by name.
+
     Raises:
-        OptionError: A folder holds no `training.jsonl`.
+        OptionError: A folder holds no `training.jsonl`, nor do the folders in it.
     """
-    paths = [folder.parent if folder.name == TRAINING else folder for folder in folders]
+    paths = [path for folder in folders for path in _runs_in(folder)]
     return [read_run(path, name) for path, name in zip(paths, _names(paths), strict=True)]
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    if folder.name == TRAINING:
+        return [folder.parent]
+    inside = [] if (folder / TRAINING).is_file() else sorted(file.parent for file in folder.glob(f"*/{TRAINING}"))
+    return inside or [folder]
 
 
 def read_run(folder: Path, name: str | None = None) -> Run:

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from dmuown import cli
-from dmuown.automodel.request import parse_overrides, read_request
+from dmuown.automodel.checks.document import parse_overrides
+from dmuown.automodel.request import read_request
 from dmuown.errors import CheckpointError, DmuownError, OptionError
 
 RECIPE = "TrainFinetuneRecipeForNextTokenPrediction"
@@ -71,7 +72,13 @@ def test_bad_requests(tmp_path: Path, sections: dict[str, Any], message: str) ->
 def test_files_that_are_no_configuration(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="is no file"):
         read_request(tmp_path / "absent.yaml")
-    for text, message in (("a: [", "is no valid YAML"), ("- a", "must be a mapping")):
+    cases = (
+        ("a: [", "is no valid YAML"),
+        ("a:\n  b: 1\n c: 2", r'in "bad\.yaml", line 3, column 2'),
+        ("seed: 1\nseed: 2", "^seed: appears twice in one mapping, again on line 2"),
+        ("- a", "must be a mapping"),
+    )
+    for text, message in cases:
         (tmp_path / "bad.yaml").write_text(text, encoding="utf-8")
         with pytest.raises(OptionError, match=message):
             read_request(tmp_path / "bad.yaml")

@@ -50,6 +50,19 @@ def test_numbers(tmp_path: Path) -> None:
     assert (told["matrices_orthogonalized"], told["optimizer"]) == (42, "Muown")
 
 
+def test_a_folder_of_runs_stands_for_them(tmp_path: Path) -> None:
+    for name in ("muown", "adamw"):
+        write_run(tmp_path / "demo" / name)
+    (tmp_path / "demo" / "data").mkdir()
+    assert [run.name for run in read_runs([tmp_path / "demo"])] == ["adamw", "muown"]
+    other = write_run(tmp_path / "other")
+    (other / "epoch_0_step_5").mkdir()
+    names = [run.name for run in read_runs([tmp_path / "demo", other, other / "training.jsonl"])]
+    assert names == ["adamw", "muown", "other", "other"]
+    with pytest.raises(OptionError, match=r"data: holds no training\.jsonl"):
+        read_runs([tmp_path / "demo" / "data"])
+
+
 def test_the_clock_tells_step_times_where_tokens_do_not(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     lines = [json.loads(line) for line in (folder / "training.jsonl").read_text().splitlines()]

@@ -69,11 +69,10 @@ def read_document(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -
     except UnicodeDecodeError as error:
         raise OptionError(str(path), f"is no text in UTF-8: {error}", "Give the path of a YAML configuration") from None
     try:
-        root = yaml.compose(text, Loader=_Loader)
+        root, content = _load(text, file.name)
         lines: dict[str, int] = {}
         if root is not None:
             _note_lines(root, "", lines)
-        content = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise OptionError(str(path), f"is no valid YAML: {_one_line(error)}", "Correct it") from None
     except RecursionError:
@@ -87,6 +86,17 @@ def read_document(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -
     for dotted, value in given.items():
         _set(config, dotted, value)
     return Document(file, config, lines, tuple(given))
+
+
+def _load(text: str, name: str) -> tuple[yaml.Node | None, Any]:
+    """The nodes of a text and its content; errors call it by `name`."""
+    loader = _Loader(text)
+    loader.name = name  # as for a file; of a string it would say "<unicode string>"
+    try:
+        root = loader.get_single_node()
+        return root, None if root is None else loader.construct_document(root)
+    finally:
+        loader.dispose()
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
