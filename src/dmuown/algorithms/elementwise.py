@@ -56,6 +56,11 @@ class AdamW(ElementwiseAlgorithm):
         before = [param.clone() for param in params] if cautious else []
         fused = options["foreach_adam"] is None if options["fused_adam"] is None else options["fused_adam"]
         update = torch_adamw if self._decoupled else torch_adam
+        lr, on_device = options["lr"], False
+        if isinstance(lr, Tensor) and not fused:
+            # A rate on the card is read there, by the form that a graph can record. The others take numbers.
+            on_device = lr.is_cuda
+            lr = lr if on_device else float(lr)
         update(
             params,
             [grad.to(param.dtype) for grad, param in zip(gradients, params, strict=True)],
@@ -65,8 +70,9 @@ class AdamW(ElementwiseAlgorithm):
             state["step"],
             foreach=False if fused else options["foreach_adam"],
             fused=fused,
+            capturable=on_device,
             amsgrad=False,
-            lr=options["lr"],
+            lr=lr,
             beta1=options["beta1"],
             beta2=options["beta2"],
             weight_decay=options["weight_decay"],

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuown.algorithms import MuonAlgorithm, get_algorithm
+from dmuown.engine.capturable import check_capturable
 from dmuown.engine.layout import local_tensor
 from dmuown.engine.optimizer import MuonEngine
 from dmuown.errors import GradientError, LayoutError, OptionError, OptionTypeError
@@ -209,14 +210,9 @@ def capture(optimizer: torch.optim.Optimizer) -> CapturedStep:
 
 
 def _check_group(group: Mapping[str, Any], where: str) -> None:
-    if group.get("offload_state"):
-        raise OptionError(f"{where}: offload_state", "moves state through the host in every step", "Turn it off")
-    if group["algorithm"] == "angular_muown" and group["decay_degree"] != 0:
-        raise OptionError(
-            f"{where}: decay_degree",
-            "makes the angular rate follow the step count on the host",
-            "Set decay_degree=0 and use a scheduler",
-        )
+    if group["capturable"]:
+        raise OptionError(f"{where}: capturable", "is for graphs of your own: capture keeps floats live", "Turn it off")
+    check_capturable(group, where)
     for key in ("lr", "weight_decay"):
         if isinstance(group[key], Tensor):
             raise OptionError(f"{where}: {key}", "must be a float under capture: it is kept live from there")

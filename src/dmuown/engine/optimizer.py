@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dmuown.algorithms import ElementwiseAlgorithm, fused
 from dmuown.engine import loading, rows
 from dmuown.engine.base import AsyncRuntime, AsyncTask, _MuonBase
+from dmuown.engine.capturable import check_capture, hold_lr, hold_lrs
 from dmuown.engine.exchange import ExchangeCount, orthogonalize, wire_dtype
 from dmuown.engine.gradients import NonFinite, collect_gradients
 from dmuown.engine.info import generation_of
@@ -100,6 +101,7 @@ class MuonEngine(_MuonBase):
         self._gradients: dict[Tensor, Tensor] = {}
         self._part: list[Bucket] = []
         self._plan: Plan | None = None
+        self._held_lrs: dict[int, Tensor] = {}
         self._complete = False
         self._rows_unverified = True
         self.exchange_count = ExchangeCount()
@@ -158,6 +160,8 @@ class MuonEngine(_MuonBase):
         self._check_unused(records)
         if names:
             group["params"] = list(zip(names, tensors, strict=True))
+        if group["capturable"]:
+            hold_lr(group)
         self._records += records
         self._record_of.update({record.param: record for record in records})
         try:
@@ -229,6 +233,8 @@ class MuonEngine(_MuonBase):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        check_capture(self.param_groups)
+        hold_lrs(self.param_groups, self._held_lrs)
         plan = self._plan_now()
         self._verify_rows(plan)
         maximize = [self.param_groups[record.group_index]["maximize"] for record in self._records]
@@ -439,6 +445,7 @@ class MuonEngine(_MuonBase):
         super().__setstate__(state)
         self._complete = True
         self._gradients, self._part = {}, []
+        self._held_lrs = {}
         # The plan waits until it is needed: making it is collective.
         self._plan = None
         self._rebuild_records()

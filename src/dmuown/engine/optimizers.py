@@ -47,6 +47,7 @@ class Muon(MuonEngine):
         batch_size: At most so many matrices at once; bounds temporary memory.
         maximize: Ascend.
         nonfinite: `"propagate"`, `"skip"` or `"raise"`; see `MuonEngine`.
+        group_defaults: Any other group key, such as `capturable`, `foreach` or `state_precision`, for every group.
         partial: Whether other optimizers step dedicated parameters that are left out here; False refuses that.
 
     Raises:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dmuown import kernels
 from dmuown.algorithms import Algorithm, MuonAlgorithm, get_algorithm, loaded_algorithms, source_of
+from dmuown.engine.capturable import check_capturable
 from dmuown.engine.state_version import STATE_VERSION
 from dmuown.errors import MissingDependencyError, OptionError
 from dmuown.orthogonalize import resolve_orthogonalizer
@@ -62,6 +63,7 @@ COMMON_OPTIONS: dict[str, Any] = {
     "algorithm": None,
     "maximize": False,
     "foreach": None,
+    "capturable": False,
     "state_precision": None,
     "optim_dtype": None,
     "offload_state": False,
@@ -81,6 +83,7 @@ RUN_LEVEL_OPTIONS = (
     "ns_form",
     "fused_adam",
     "foreach_adam",
+    "capturable",
     "maximize",
     "state_precision",
     "optim_dtype",
@@ -116,7 +119,6 @@ FOREIGN_KEYS = frozenset(
         "is_expert",
         "is_expert_parallel",
         "is_decoupled_lr",
-        "capturable",
         "differentiable",
         "fused",
         "swa_lr",
@@ -296,14 +298,12 @@ def _validate(group: dict[str, Any], where: str, defaults: Mapping[str, Any]) ->
             raise OptionError(f"{where}: {key}", f"must be True, False or None, got {group[key]!r}")
     if group.get("differentiable"):
         raise OptionError(f"{where}: differentiable", "updates cannot be differentiated through", "Leave it out")
-    if group.get("capturable"):
-        raise OptionError(
-            f"{where}: capturable", "is no option: a step is captured as a whole", "Use dmuown.capture(optimizer)"
-        )
     if group.get("use_triton") and not kernels.available():
         raise MissingDependencyError(
             f"{where}: use_triton", "needs Triton, which is not installed", "pip install dmuown[triton]"
         )
+    if group.get("capturable"):
+        check_capturable(group, where)
     _validate_storage(group, where)
     for key in ("split_groups", "interleaved"):
         if group.get(key) and group.get("split_sizes") is None:
@@ -330,6 +330,7 @@ _FLAGS = (
     "maximize",
     "use_triton",
     "offload_state",
+    "capturable",
     "master_weights",
     "stochastic_rounding",
 )

@@ -31,7 +31,7 @@ def add_missing_buffers(state: dict[str, Any], record: ParamRecord, options: Map
         if key in state:
             continue
         # AdamW's fused kernel reads the step on the parameter's device; elsewhere the host does.
-        on_host = spec.like == "scalar" and isinstance(record.algorithm, MuonAlgorithm)
+        on_host = spec.like == "scalar" and isinstance(record.algorithm, MuonAlgorithm) and not options["capturable"]
         device = torch.device("cpu") if on_host else local_tensor(record.param).device
         state[key] = allocate(
             spec, record.param, _row_allocator(record), device, name=f"{record.name}.{key}", options=options

@@ -206,7 +206,7 @@ def test_live_numbers_obey_the_rules_too(value: torch.Tensor) -> None:
         dmuown.Muown([matrix()], lr=value)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("option", ["capturable", "differentiable"])
+@pytest.mark.parametrize("option", ["differentiable"])
 def test_what_torch_offers_and_we_do_not_is_refused(option: str) -> None:
     dmuown.Muown([{"params": [matrix()], option: False}])
     with pytest.raises(OptionError, match=f"^param group 0: {option}: "):
