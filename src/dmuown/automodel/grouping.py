@@ -20,15 +20,12 @@ from dmuown.errors import ParameterError
 from dmuown.policy.fused import split_param_groups
 from dmuown.policy.resolve import resolve_routes
 from dmuown.policy.roles import ParameterRole, Role, describe_parameters
-from dmuown.policy.splits import block_count
+from dmuown.policy.splits import ELEMENTWISE, block_count
 
 if TYPE_CHECKING:
     from dmuown.policy.schema import ParamPolicy
 
 logger = logging.getLogger(__name__)
-
-ELEMENTWISE = frozenset({"adamw", "adam", "lion"})
-"""Algorithms that orthogonalize nothing."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +94,8 @@ class _Settings:
 class _Used:
     adamw: set[str] = field(default_factory=set)
     overrides: set[str] = field(default_factory=set)
+    #: Earlier patterns that took what a later one matches too, by the later one; in the order of the list.
+    taken: dict[str, list[str]] = field(default_factory=dict)
 
 
 def build_param_groups(parts: Iterable[nn.Module], rules: GroupingRules) -> list[list[dict[str, Any]]]:
@@ -119,7 +118,17 @@ def build_param_groups(parts: Iterable[nn.Module], rules: GroupingRules) -> list
         ("param_group_overrides", [entry.pattern for entry in rules.overrides], used.overrides),
     ):
         for pattern in patterns:
-            if pattern not in seen:
+            if pattern in seen:
+                continue
+            if pattern in used.taken:
+                logger.warning(
+                    "%s: pattern %r has no effect: all that it matches is taken by %s, earlier in the list; the first "
+                    "match counts, so put the narrower pattern first",
+                    key,
+                    pattern,
+                    " and ".join(map(repr, used.taken[pattern])),
+                )
+            else:
                 logger.warning("%s: pattern %r matches no trainable parameter of this model", key, pattern)
     return built
 
@@ -209,11 +218,15 @@ def _settings(entry: ParameterRole, rules: GroupingRules, used: _Used, route: st
         order, lr = 2, scalar_lr if rules.embed_lr is None else rules.embed_lr
     elif entry.role is Role.HEAD:
         order, lr = 3, rules.lr if rules.lm_head_lr is None else rules.lm_head_lr
-    for override in rules.overrides:
-        if re.search(override.pattern, entry.name):
-            used.overrides.add(override.pattern)
-            lr, decay = lr * override.lr_mult, decay * override.wd_mult
-            break
+    matching = [override for override in rules.overrides if re.search(override.pattern, entry.name)]
+    if matching:
+        first, *later = matching
+        used.overrides.add(first.pattern)
+        lr, decay = lr * first.lr_mult, decay * first.wd_mult
+        for override in later:
+            takers = used.taken.setdefault(override.pattern, [])
+            if first.pattern not in takers:
+                takers.append(first.pattern)
     return _Settings(order, algorithm, matrix, lr, decay, matrix and entry.transposed, flatten)
 
 

@@ -14,12 +14,13 @@ import torch
 
 from dmuown.automodel import cpu
 from dmuown.automodel.dmuon_options import own_options
-from dmuown.automodel.grouping import ELEMENTWISE, count_matrices
+from dmuown.automodel.grouping import count_matrices
 from dmuown.automodel.progress import ProgressReport
 from dmuown.automodel.recipe import extend
 from dmuown.automodel.request import Request
 from dmuown.automodel.summary import RunSummary
 from dmuown.policy.fused import count_blocks
+from dmuown.policy.splits import ELEMENTWISE
 
 
 def run(request: Request) -> RunSummary:

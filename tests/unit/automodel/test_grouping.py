@@ -111,6 +111,24 @@ def test_patterns_send_parameters_to_adamw_at_scalar_lr() -> None:
     assert found["norm.weight"]["algorithm"] == "lion"
 
 
+def test_overrides_that_earlier_ones_leave_nothing_are_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    """A pattern may match and yet have no effect: that is another mistake than a misspelled name."""
+    model = nn.ModuleDict({name: nn.Linear(4, 3, bias=False) for name in ("only_a", "only_b", "only_c")})
+    patterns = ["only_[ab]", "only_a", "only", "absent", "only_c", "_[ac]"]
+    config = MuownConfig(param_group_overrides=[{"pattern": pattern, "lr_mult": 2.0} for pattern in patterns])
+    build_param_groups([model], config.grouping_rules())
+    told = [record.getMessage() for record in caplog.records if "pattern" in record.getMessage()]
+    expected = [
+        "pattern 'only_a' has no effect: all that it matches is taken by 'only_[ab]', earlier",
+        "pattern 'absent' matches no trainable parameter",
+        "pattern 'only_c' has no effect: all that it matches is taken by 'only', earlier",
+        "pattern '_[ac]' has no effect: all that it matches is taken by 'only_[ab]' and 'only', earlier",
+    ]
+    assert len(told) == len(expected)
+    for message, part in zip(told, expected, strict=True):
+        assert part in message
+
+
 def test_the_first_matching_override_counts() -> None:
     overrides = [
         {"pattern": "blocks.1", "lr_mult": 0.5, "wd_mult": 0.0},
@@ -222,3 +240,12 @@ def test_a_model_without_matrices_warns(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.WARNING):
         MuownConfig().build(nn.LayerNorm(4))
     assert "no trainable matrix" in caplog.text
+
+
+def test_algorithms_without_matrices_are_those_of_the_registry() -> None:
+    from dmuown.algorithms import ElementwiseAlgorithm
+    from dmuown.algorithms.base import loaded_algorithms
+    from dmuown.policy.splits import ELEMENTWISE
+
+    own = [entry for entry in loaded_algorithms() if type(entry).__module__.startswith("dmuown.")]
+    assert {entry.name for entry in own if isinstance(entry, ElementwiseAlgorithm)} == set(ELEMENTWISE)

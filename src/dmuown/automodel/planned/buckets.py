@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmuown.automodel.grouping import ELEMENTWISE
 from dmuown.engine.layout import MatrixLayout
 from dmuown.engine.plan import Bucket
 from dmuown.orthogonalize import Blocks, resolve_orthogonalizer
 from dmuown.orthogonalize.blocks import grouped_blocks, interleaved_blocks
 from dmuown.policy.fused import FusedSplit, regrouped
+from dmuown.policy.splits import ELEMENTWISE
 
 
 def split_groups(
