@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -133,12 +136,83 @@ def dmuown(*arguments: str, timeout: float = 120, cwd: Path | None = None) -> su
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
         "HF_DATASETS_CACHE": os.environ.get("HF_DATASETS_CACHE", str((cwd or ROOT / "runs") / "hf-cache")),
     }
-    return subprocess.run(
-        [sys.executable, "-m", "dmuown.cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        cwd=cwd,
-        env=environment,
-        check=False,
-    )
+    return run_group([sys.executable, "-m", "dmuown.cli", *arguments], timeout=timeout, cwd=cwd, env=environment)
+
+
+def run_group(
+    command: list[str], *, timeout: float, patience: float = 10, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a command and end everything that it started with it: a launcher that is killed alone leaves its ranks.
+
+    Args:
+        command: What to run, in a session of its own.
+        timeout: Seconds until its process group gets SIGTERM.
+        patience: Seconds from there to SIGKILL.
+        options: Of `subprocess.Popen`.
+
+    Raises:
+        TimeoutExpired: It ran longer; its output up to then is part of the error.
+    """
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        # Files, not pipes: a rank that outlives the launcher would keep a pipe open, and reading it would wait for it.
+        process = subprocess.Popen(command, stdout=out, stderr=err, text=True, start_new_session=True, **options)
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired as late:
+            late.stdout, late.stderr = _read(out), _read(err)
+            raise
+        finally:
+            _end_group(process, patience)
+        return subprocess.CompletedProcess(command, code, _read(out), _read(err))
+
+
+def _end_group(process: subprocess.Popen[str], patience: float) -> None:
+    """SIGTERM to the group, SIGKILL to what is left of it after a while, and to what torchrun put in other sessions."""
+    elsewhere = _descendants(process.pid) if process.poll() is None else {}
+    for sent in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, sent)
+        except ProcessLookupError:
+            break  # nothing is left
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline and _group_is_alive(process):
+            time.sleep(0.02)
+    for number, begun in elsewhere.items():
+        if _begun(number) == begun:  # still the same process
+            os.kill(number, signal.SIGKILL)
+    process.wait()
+
+
+def _descendants(number: int) -> dict[int, str]:
+    """Processes below one, with the times at which they began; none where there is no /proc."""
+    parents = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(file.parent.name)] = int(file.read_text().rpartition(")")[2].split()[1])
+        except (OSError, IndexError):
+            continue  # it ended meanwhile
+    found = [number]
+    for parent in found:
+        found += [child for child, own in parents.items() if own == parent]
+    return {child: begun for child in found[1:] if (begun := _begun(child))}
+
+
+def _begun(number: int) -> str:
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def _group_is_alive(process: subprocess.Popen[str]) -> bool:
+    process.poll()  # reaps the leader, which would count as alive
+    try:
+        os.killpg(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _read(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
