@@ -159,7 +159,7 @@ def run_group(
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired as late:
-            late.stdout, late.stderr = _read(out), _read(err)
+            late.output = _read(out) + _read(err)
             raise
         finally:
             _end_group(process, patience)
@@ -177,9 +177,12 @@ def _end_group(process: subprocess.Popen[str], patience: float) -> None:
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline and _group_is_alive(process):
             time.sleep(0.02)
+    deadline = time.monotonic() + patience
     for number, begun in elsewhere.items():
         if _begun(number) == begun:  # still the same process
             os.kill(number, signal.SIGKILL)
+    while time.monotonic() < deadline and any(_begun(number) == begun for number, begun in elsewhere.items()):
+        time.sleep(0.02)
     process.wait()
 
 
@@ -198,10 +201,12 @@ def _descendants(number: int) -> dict[int, str]:
 
 
 def _begun(number: int) -> str:
+    """When a process began; "" once it has ended, be it reaped or not."""
     try:
-        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[19]
+        state, *fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
+    return "" if state == "Z" else fields[18]
 
 
 def _group_is_alive(process: subprocess.Popen[str]) -> bool:
