@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dmuown.automodel.dmuon_options import DMuonOptions
 from dmuown.automodel.grouping import build_param_groups
+from dmuown.automodel.host import require_host
 from dmuown.errors import OptionError
 from dmuown.policy.schema import ParamPolicy, PolicyFields
 
@@ -61,7 +62,12 @@ def check_sizes(distributed: Mapping[str, Any] | None) -> None:
 
 @contextlib.contextmanager
 def whole_parameters(options: DMuonOptions) -> Iterator[None]:
-    """Let the host build models without sharding them; notes their mixed precision in `options`."""
+    """Let the host build models without sharding them; notes their mixed precision in `options`.
+
+    Raises:
+        MissingDependencyError: The host is of another version than this replacement was written for.
+    """
+    require_host()
     from nemo_automodel.components.distributed import model_parallelizer
     from nemo_automodel.components.distributed.parallelizer import ModelParallelizer
 
@@ -103,6 +109,12 @@ def build_owned(
     if hasattr(model, "parts"):
         raise OptionError("distributed.pp_size", "must be 1 under DMuonConfig", "Use another configuration")
     if any(isinstance(module, FSDPModule) for module in model.modules()):
+        if getattr(type(model), "parallelizer", None) is not None:
+            raise OptionError(
+                "model",
+                f"has a parallelizer of its own in the host, {type(model).__name__}.parallelizer, which shards it",
+                "Set model.force_hf: true, or use another configuration of dmuown.automodel, such as MuownConfig",
+            )
         raise OptionError(
             "recipe",
             "has sharded the model before DMuonConfig could dedicate it",
