@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dmuown.algorithms.whole import full_tensor
 from dmuown.errors import CheckpointError
 from dmuown.ownership.hooks import load_into
 from dmuown.ownership.record import Record
@@ -74,13 +75,19 @@ def load_entries(saved: Mapping[str, Any], records: Mapping[str, Record]) -> Non
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise CheckpointError(name, f"has shape {shape} in the checkpoint and {record.shape} here")
     for name, record in records.items():
-        value = saved.get(name)
-        if value is None or not record.owned or load_into(record, value):
+        value, home = saved.get(name), record.home
+        if value is None:
             continue
-        home = record.home
-        if isinstance(home, DTensor) and isinstance(value, DTensor):
-            if value.placements != home.placements or value.device_mesh != home.device_mesh:
-                value = value.redistribute(home.device_mesh, home.placements)
-            home.to_local().copy_(value.to_local())
-        else:
-            home.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+        if isinstance(value, DTensor):
+            if (
+                isinstance(home, DTensor)
+                and value.placements == home.placements
+                and value.device_mesh == home.device_mesh
+            ):
+                home.to_local().copy_(value.to_local())
+                continue
+            # Every rank of its mesh takes part, those too that keep nothing of it.
+            value = full_tensor(value)
+        if not record.owned or load_into(record, value):
+            continue
+        home.copy_(value)

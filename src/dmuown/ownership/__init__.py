@@ -17,6 +17,7 @@ its gradient and of its optimizer state.
     runtime      when transfers happen
     hooks        how a model's passes, `state_dict`, `load_state_dict` and `to` reach the runtime
     group        the (replicate x) shard mesh as one process group
+    shards       parameters on `sharded_adamw`
     dedicate     `dedicate_params`
     registry     from a model to its runtime and records
     groups       param groups of what this rank steps
@@ -29,7 +30,8 @@ Between passes `model.named_parameters()` gives the *homes*:
   gradient in `.grad` after a backward pass. The matrix is whole: no exchange. (Under tensor parallelism
   it is a DTensor over the tensor-parallel mesh only, whose ranks all own it.)
 - `muon` and `adamw` elsewhere: an `AwayParameter` with shape and dtype, no data, and `.grad` None.
-- `sharded_adamw`: a DTensor, `Shard(0)` over the group, with its gradient likewise.
+- `sharded_adamw`: a DTensor, `Shard(0)` over the group (under tensor parallelism over both meshes), with its
+  gradient likewise.
 
 So an optimizer steps what is no `AwayParameter`, with state for these alone. `dedicated_param_groups(model,
 groups, algorithm=...)` gives the groups, equal on all ranks; torch's own optimizers take them too, since

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from dmuown.errors import LayoutError, OptionError, OptionTypeError, OwnershipError, PlanMismatchError
 from dmuown.ownership.assignment import Item, assign_owners
@@ -21,10 +21,11 @@ from dmuown.ownership.boundaries import Boundaries, find_boundaries
 from dmuown.ownership.group import OwnerGroup, owner_group
 from dmuown.ownership.hooks import Casts, attach_boundary, attach_root, attach_state
 from dmuown.ownership.link import Link
-from dmuown.ownership.plan import Entry, OwnershipPlan, build_plan, shard_rows
+from dmuown.ownership.plan import Entry, OwnershipPlan, build_plan
 from dmuown.ownership.record import Record, mark_replaced, note_dedication, record_of
 from dmuown.ownership.registry import find_runtime, register
 from dmuown.ownership.runtime import OwnershipRuntime
+from dmuown.ownership.shards import cut_into_shards
 from dmuown.policy.groups import model_roles
 from dmuown.policy.names import canonical_name
 from dmuown.policy.resolve import PolicyFn, Resolution, ResolvedRoute, RouteFn, resolve_routes
@@ -212,12 +213,6 @@ def _check_route(name: str, param: nn.Parameter, route: ResolvedRoute) -> None:
         raise OwnershipError(name, f"has dtype {param.dtype}; only floating-point parameters can be dedicated")
     if route.route != "sharded_adamw":
         return
-    if isinstance(param, DTensor):
-        raise LayoutError(
-            name,
-            "is tensor-parallel, and sharded_adamw would cut its shards again",
-            "Use route 'adamw', or leave it out by `predicate`, to fully_shard",
-        )
     if param.ndim == 0:
         raise LayoutError(name, "is a scalar and cannot be sharded", "Use route 'adamw'")
 
@@ -331,7 +326,7 @@ def _dedicate(
     home = param
     with torch.no_grad():
         if entry.owner is None:
-            home = nn.Parameter(_shard(param, dtype, group), requires_grad=param.requires_grad)
+            home = nn.Parameter(cut_into_shards(param, dtype, group), requires_grad=param.requires_grad)
         elif owned and tensor_parallel is None:
             param.data = param.data.to(dtype).contiguous()
         elif owned:
@@ -364,20 +359,6 @@ def _dedicate(
         mark_replaced(param, name)
     record.mark()
     return record
-
-
-def _shard(param: nn.Parameter, dtype: torch.dtype, group: OwnerGroup) -> DTensor:
-    rows = shard_rows(param.shape[0], len(group.ranks))
-    start = min(group.rank * rows, param.shape[0])
-    # A copy: a view would keep the whole parameter's memory.
-    local = param.detach()[start : start + rows].to(dtype, copy=True).contiguous()
-    return DTensor.from_local(
-        local, group.shard_mesh, [Shard(0)], run_check=False, shape=param.shape, stride=_strides(param)
-    )
-
-
-def _strides(param: nn.Parameter) -> tuple[int, ...]:
-    return tuple(torch.empty(param.shape, device="meta").stride())
 
 
 def _place(model: nn.Module, raw: str) -> tuple[nn.Module, str]:

@@ -6,7 +6,7 @@ between boundaries: a replicate dimension adds owners, not copies.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +27,9 @@ class OwnerGroup:
         ranks: Global ranks in its order.
         shard_mesh: The group as a 1-D mesh, for parameters on `sharded_adamw`.
         tensor_parallel: Names of the mesh dimensions that are neither replicate nor shard.
+        names: Names of the dimensions that it is made of; empty for a mesh without names.
+        root: The mesh that they are dimensions of.
+        combined: Meshes of tensor-parallel parameters, each with the mesh of the group and it.
     """
 
     group: dist.ProcessGroup | None
@@ -34,6 +37,14 @@ class OwnerGroup:
     ranks: tuple[int, ...]
     shard_mesh: DeviceMesh
     tensor_parallel: tuple[str, ...]
+    names: tuple[str, ...]
+    root: DeviceMesh
+    combined: list[tuple[DeviceMesh, DeviceMesh]] = field(default_factory=list)
+
+    @property
+    def root_names(self) -> tuple[str, ...]:
+        """Names of the root mesh's dimensions."""
+        return tuple(self.root.mesh_dim_names or ())
 
 
 def owner_group(
@@ -56,15 +67,16 @@ def owner_group(
     if me not in ranks:
         raise LayoutError("mesh", f"does not hold this rank, {me}: it has ranks {list(ranks)}", "Pass this rank's mesh")
     rest = _other_dims(mesh, replicate_mesh)
+    names = (*((replicate_mesh.mesh_dim_names or ()) if replicate_mesh else ()), *(mesh.mesh_dim_names or ()))
     if len(ranks) == 1:
-        return OwnerGroup(None, 0, ranks, mesh if mesh.ndim == 1 else _flat_mesh(mesh, None), rest)
+        return OwnerGroup(None, 0, ranks, mesh if mesh.ndim == 1 else _flat_mesh(mesh, None), rest, names, _root(mesh))
     group = dist.new_group(list(ranks), timeout=_timeout(mesh), use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     # The group's own order: new_group sorts ranks.
     ordered = tuple(dist.get_process_group_ranks(group))
     same = mesh.ndim == 1 and replicate_mesh is None and ordered == ranks
     flat = mesh if same else _flat_mesh(mesh, group)
-    return OwnerGroup(group, ordered.index(me), ordered, flat, rest)
+    return OwnerGroup(group, ordered.index(me), ordered, flat, rest, names, _root(mesh))
 
 
 def _ranks(mesh: DeviceMesh, replicate_mesh: DeviceMesh | None, tensor_parallel: bool) -> tuple[int, ...]:

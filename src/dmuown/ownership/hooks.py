@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dmuown.ownership.record import Record
 from dmuown.ownership.runtime import BoundaryState, OwnershipRuntime, compiler_disabled, in_backward
+from dmuown.ownership.shards import part_of
 from dmuown.ownership.tree import map_tensors, tensors
 
 
@@ -137,8 +139,6 @@ def load_into(record: Record, value: Any) -> bool:
     Returns:
         Whether that is done; False leaves it to torch's own loading and its messages.
     """
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
     if not isinstance(value, Tensor) or tuple(value.shape) != record.shape:
         return False
     if not record.owned:
@@ -147,9 +147,8 @@ def load_into(record: Record, value: Any) -> bool:
     if not isinstance(home, DTensor) or isinstance(value, DTensor) or value.device.type == "meta":
         return False
     # Every rank has the whole tensor: each takes its shard, without communication.
-    part = distribute_tensor(value.to(home.dtype), home.device_mesh, home.placements, src_data_rank=None)
     with torch.no_grad():
-        home.to_local().copy_(part.to_local())
+        home.to_local().copy_(part_of(record, value))
     return True
 
 

@@ -98,21 +98,21 @@ def gather_whole(record: Record, value: Tensor, link: Link) -> Tensor:
     device, dtype = value.device, value.dtype
     if record.owner is None:
         assert isinstance(value, DTensor)
-        rows = shard_rows(record.shape[0], link.world_size)
-        padded = torch.zeros(rows, *record.shape[1:], dtype=dtype, device=device)
+        rows = shard_rows(record.local_shape[0], link.world_size)
+        padded = torch.zeros(rows, *record.local_shape[1:], dtype=dtype, device=device)
         local = value.to_local()
         padded[: local.shape[0]].copy_(local)
-        if link.group is None:
-            return padded
-        out = torch.empty(rows * link.world_size, *record.shape[1:], dtype=dtype, device=device)
-        all_gather(out, padded, group=link.group)
-        return out[: record.shape[0]].contiguous()
-    if record.owned:
+        whole = padded
+        if link.group is not None:
+            whole = torch.empty(rows * link.world_size, *record.local_shape[1:], dtype=dtype, device=device)
+            all_gather(whole, padded, group=link.group)
+        whole = whole[: record.local_shape[0]].contiguous()
+    elif record.owned:
         local = value.to_local() if isinstance(value, DTensor) else value
         whole = local.detach().clone(memory_format=torch.contiguous_format)
     else:
         whole = torch.empty(record.local_shape, dtype=dtype, device=device)
-    if link.group is not None:
+    if record.owner is not None and link.group is not None:
         dist.broadcast(whole, src=link.ranks[record.owner], group=link.group)
     if record.tensor_parallel is None:
         return whole
@@ -130,6 +130,6 @@ def _write_back(record: Record, param: nn.Parameter, link: Link) -> None:
     if isinstance(data, DTensor):
         data = data.to_local()
     if record.owner is None:
-        start = min(link.rank * shard_rows(record.shape[0], link.world_size), record.shape[0])
+        start = min(link.rank * shard_rows(data.shape[0], link.world_size), data.shape[0])
         data = data[start : start + home.shape[0]]
     home.copy_(data)

@@ -243,13 +243,6 @@ def _meshes(rank: int, world_size: int) -> None:
         with_tp["tp"],
         _tensor_parallel(with_tp),
     )
-    with pytest.raises(LayoutError, match=r"gate_proj\.weight: is tensor-parallel, and sharded_adamw would cut"):
-        dedicate_params(
-            _tensor_parallel(with_tp),
-            with_tp["shard"],
-            predicate=trainable,
-            param_policy={"defaults": {"route": "sharded_adamw"}},
-        )
 
 
 def _tensor_parallel(mesh: DeviceMesh) -> nn.Module:

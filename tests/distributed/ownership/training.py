@@ -74,11 +74,13 @@ def assert_nothing_but_homes(model: nn.Module) -> None:
             assert record.home.untyped_storage().nbytes() == 0, record.name
             assert record.home.grad is None, record.name
         elif record.owner is not None:
-            assert record.local_home().untyped_storage().nbytes() == record.home.numel() * record.home.itemsize
-        else:
-            assert record.local_home().untyped_storage().nbytes() <= -(-record.shape[0] // runtime.plan.world_size) * (
-                math.prod(record.shape[1:]) * record.home.itemsize
+            assert (
+                record.local_home().untyped_storage().nbytes() == math.prod(record.local_shape) * record.home.itemsize
             )
+        else:
+            rows = -(-record.local_shape[0] // runtime.plan.world_size)
+            bound = rows * math.prod(record.local_shape[1:]) * record.home.itemsize
+            assert record.local_home().untyped_storage().nbytes() <= bound, record.name
         if record.compute is not None:
             local = record.compute.to_local() if isinstance(record.compute, DTensor) else record.compute
             assert local.untyped_storage().nbytes() == 0, record.name
