@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,3 +85,37 @@ def test_every_replacement_is_listed_in_the_guide() -> None:
     assert {"_DEFAULT_PARALLELIZER", "save_model", "load_optimizer"} <= replaced
     replaced |= set(re.findall(r"_replace\([\w.]+, \"(\w+)\"", Path(cpu.__file__).read_text())) | {cpu._FUNCTION}
     assert [name for name in sorted(replaced) if name not in listed] == []
+
+
+def test_health_goes_where_the_hosts_metrics_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's own method logs to its JSON file, wandb, mlflow and comet what the extended recipe adds to."""
+    from nemo_automodel.components.loggers.metric_logger import MetricsSample
+    from nemo_automodel.recipes.llm import train_ft
+
+    told: dict[str, dict[str, Any]] = {}
+    wandb = SimpleNamespace(run=object(), log=lambda metrics, step: told.update(wandb=metrics))
+    mlflow = SimpleNamespace(active_run=object, log_metrics=lambda metrics, step: told.update(mlflow=metrics))
+    for name, library in (("wandb", wandb), ("mlflow", mlflow)):
+        monkeypatch.setattr(train_ft, name, library, raising=False)
+        monkeypatch.setattr(train_ft, f"_HAS_{name.upper()}", True, raising=False)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda *_: None)
+    monkeypatch.setattr(recipe.FinetuneRecipe, "_log_moe_metrics", lambda *_: None)
+    running = recipe.FinetuneRecipe.__new__(recipe.FinetuneRecipe)
+    comet = SimpleNamespace(log_metrics=lambda metrics, step: told.update(comet=metrics))
+    log = SimpleNamespace(log=lambda sample: told.update(json=sample.to_dict()))
+    values = {
+        "dist_env": SimpleNamespace(is_main=True),
+        "step_scheduler": SimpleNamespace(is_remote_logging_step=True, step=3),
+        "comet_logger": comet,
+        "metric_logger_train": log,
+        "dmuown_owned": True,
+        "dmuown_norm": [torch.tensor(2.5)],
+        "dmuown_health": SimpleNamespace(collect=lambda: {"dmuown/orthogonalized": 14.0}),
+    }
+    for name, value in values.items():
+        object.__setattr__(running, name, value)
+    given = dict.fromkeys(("loss", "grad_norm", "lr", "mem", "tps", "tps_per_gpu", "num_label_tokens"), 1.0)
+    running.log_train_metrics(MetricsSample(step=3, epoch=0, metrics=given))
+    assert set(told) == {"json", "wandb", "mlflow", "comet"}
+    for logged in told.values():
+        assert (logged["dmuown/orthogonalized"], logged["grad_norm"]) == (14.0, 2.5)
