@@ -81,6 +81,7 @@ class MatrixOptions:
         ns_steps: Iterations of the orthogonalization, >= 1.
         ns_epsilon: Stabilizer of its normalization, > 0.
         scheme, coefficients, ns_dtype, backend: The orthogonalizer; see `dmuown.orthogonalize.Orthogonalizer`.
+            `ns_dtype: auto` is float16 on CUDA, bfloat16 on a CPU that multiplies it fast, else float32.
         nonfinite: "propagate", "skip" or "raise" at a gradient that is not finite. `dmuown finetune` takes
             "raise" where the YAML says nothing.
 

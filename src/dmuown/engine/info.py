@@ -42,6 +42,7 @@ class EngineInfo:
         path: Folder of the installed Dion; None when embedded.
         torch: Version of torch.
         backends: Orthogonalization backends that can run here.
+        ns_dtype: What `ns_dtype="auto"` is on this machine, by device.
     """
 
     base: str
@@ -50,6 +51,7 @@ class EngineInfo:
     path: str | None
     torch: str
     backends: tuple[str, ...]
+    ns_dtype: str
 
     def __str__(self) -> str:
         return "\n".join(f"{key}: {value}" for key, value in asdict(self).items())
@@ -122,6 +124,20 @@ def _git_revision(module: ModuleType) -> str | None:
     return found.stdout.strip() or None
 
 
+def _auto_ns_dtype() -> str:
+    from dmuown.orthogonalize import auto_dtype
+
+    told = []
+    for name in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
+        gram, plain = (auto_dtype(torch.device(name), may_be_gram=may_be) for may_be in (True, False))
+        told.append(f"{_short(gram)} on {name}" + (f" ({_short(plain)} with ns_form='plain')" if plain != gram else ""))
+    return ", ".join(told)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def engine_info() -> EngineInfo:
     """Report which base class, which Dion revision and which backends are in use."""
     from dmuown.engine.base import _MuonBase
@@ -136,4 +152,5 @@ def engine_info() -> EngineInfo:
         path=None if module is None or not module.__file__ else str(Path(module.__file__).parent),
         torch=str(torch.__version__),
         backends=tuple(available_backends()),
+        ns_dtype=_auto_ns_dtype(),
     )

@@ -42,8 +42,11 @@ class Muon(MuonEngine):
             `scheme` is given.
         newton_schulz_func: `func(x, epsilon=...) -> Tensor`; replaces the orthogonalizer.
         momentum_form: `"sum"` M <- mu M + G, or `"ema"` as torch.optim.Muon keeps it.
-        scheme, coefficients, ns_steps, ns_epsilon, ns_dtype, ns_norm, backend: The orthogonalizer; see
+        scheme, coefficients, ns_steps, ns_epsilon, ns_norm, backend: The orthogonalizer; see
             `dmuown.orthogonalize.Orthogonalizer`. None leaves the choice to the arguments above.
+        ns_dtype: Dtype of the orthogonalization. `"auto"`: float16 on CUDA, nearer than bfloat16 at the same speed
+            (bfloat16 with `ns_form="plain"` or an own function); bfloat16 on a CPU that multiplies it fast; else
+            float32. A torch dtype or its name, such as `"bfloat16"`, forces that one.
         batch_size: At most so many matrices at once; bounds temporary memory.
         maximize: Ascend.
         nonfinite: `"propagate"`, `"skip"` or `"raise"`; see `MuonEngine`.
@@ -124,6 +127,7 @@ class Muon(MuonEngine):
 class NorMuon(Muon):
     """NorMuon (arXiv 2510.05491): Muon whose neurons are normalized by their own second moment.
 
+    `ns_dtype="auto"` is what it is there: float16 on CUDA, bfloat16 on a CPU that multiplies it fast, else float32.
     Takes Muon's arguments, and `muon_beta2` (0.95), the decay of the neurons' second moments, as a
     keyword or group key. State adds `variance_neuron`, one fp32 number an output row.
     """
@@ -164,7 +168,10 @@ class Muown(MuonEngine):
         ns_epsilon: Stabilizer of the orthogonalization's norm.
         muon_update_scale: Multiplies direction updates alone; read from the configuration, also on resume.
         use_triton: Require Triton; buckets that its row kernels do not cover are logged once and keep torch.
-        scheme, coefficients, ns_dtype, backend, batch_size, maximize, nonfinite: As `Muon`.
+        ns_dtype: Dtype of the orthogonalization. `"auto"`: float16 on CUDA, nearer than bfloat16 at the same speed
+            (bfloat16 with `ns_form="plain"` or an own function); bfloat16 on a CPU that multiplies it fast; else
+            float32. A torch dtype or its name, such as `"bfloat16"`, forces that one.
+        scheme, coefficients, backend, batch_size, maximize, nonfinite: As `Muon`.
 
     Raises:
         OptionError, ParameterError, LayoutError: A bad option or parameter, before any allocation.
@@ -230,6 +237,7 @@ class Muown(MuonEngine):
 class NorMuown(Muown):
     """Muown with NorMuon's neuron normalization of the orthogonalized direction.
 
+    `ns_dtype="auto"` is what it is there: float16 on CUDA, bfloat16 on a CPU that multiplies it fast, else float32.
     Takes Muown's arguments, and `muon_beta2` (0.95), `normalization_epsilon` (1e-10) and
     `shape_scaling_type`: `"normuon"` 0.2 sqrt(max(1, m/n)), the published default, or `"muon"` 0.2 sqrt(max(m, n)).
     """
@@ -250,7 +258,10 @@ class AngularMuown(MuonEngine):
         adjust_lr_fn: None or `"original"`: sqrt(max(1, m/n)); `"match_rms_adamw"`: 0.2 sqrt(max(m, n)).
         warmup_steps, decay_scale, decay_degree: kappa = (1 + decay_scale max(0, t - warmup_steps))^-decay_degree,
             t counted per group from 0. With a cosine schedule set `decay_degree=0`.
-        ns_steps, ns_epsilon, scheme, coefficients, ns_dtype, backend, batch_size, maximize, nonfinite,
+        ns_dtype: Dtype of the orthogonalization. `"auto"`: float16 on CUDA, nearer than bfloat16 at the same speed
+            (bfloat16 with `ns_form="plain"` or an own function); bfloat16 on a CPU that multiplies it fast; else
+            float32. A torch dtype or its name, such as `"bfloat16"`, forces that one.
+        ns_steps, ns_epsilon, scheme, coefficients, backend, batch_size, maximize, nonfinite,
             newton_schulz_func, distributed_mesh: As `Muon`.
 
     Raises:

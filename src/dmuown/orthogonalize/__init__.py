@@ -24,7 +24,7 @@ from dmuown.orthogonalize.coefficients import (
     CoefficientTable,
 )
 from dmuown.orthogonalize.orthogonalizer import Orthogonalizer, resolve_compute_dtype
-from dmuown.orthogonalize.resolve import resolve_orthogonalizer
+from dmuown.orthogonalize.resolve import auto_dtype, resolve_orthogonalizer
 
 __all__ = [
     "KELLER",
@@ -38,6 +38,7 @@ __all__ = [
     "GroupedRows",
     "Operations",
     "Orthogonalizer",
+    "auto_dtype",
     "available_backends",
     "blocks_from_heads",
     "blocks_from_split_sizes",

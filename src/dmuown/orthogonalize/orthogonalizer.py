@@ -210,13 +210,14 @@ def _frobenius_norm(x: Tensor) -> Tensor:
 
 
 def resolve_compute_dtype(device: torch.device) -> torch.dtype:
-    """What `ns_dtype="auto"` means on a device: bfloat16 where the hardware multiplies it fast, else float32.
+    """bfloat16 where a device multiplies it fast, else float32: what `ns_dtype="auto"` means, but see `auto_dtype`.
 
-    That is CUDA with bf16 support, and processors with AMX tiles.
+    That is CUDA with bf16 support, and processors with AMX tiles or AVX512-BF16. Measured on two cores of the latter
+    (AMD EPYC): a step of Muown on SmolLM2's matrices takes 0.6 of the time that it takes in float32.
     """
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     if device.type == "cpu":
-        supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
-        return torch.bfloat16 if supported is not None and supported() else torch.float32
+        checks = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
+        return torch.bfloat16 if any(check is not None and check() for check in checks) else torch.float32
     return torch.float32

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import dmuown
 from dmuown.errors import DmuownError, MissingDependencyError, OptionError, OptionTypeError
 from dmuown.orthogonalize import Orthogonalizer, backends, resolve_orthogonalizer, select_backend
 
@@ -79,8 +80,13 @@ def test_scheme_and_its_alias_must_agree() -> None:
 
 
 def test_auto_dtype_is_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    for amx, expected in ((True, torch.bfloat16), (False, torch.float32)):
+    for amx, avx, expected in (
+        (True, False, torch.bfloat16),
+        (False, True, torch.bfloat16),
+        (False, False, torch.float32),
+    ):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda avx=avx: avx)
         assert resolve_orthogonalizer({"ns_dtype": "auto"}, CPU).dtype == expected
         assert resolve_orthogonalizer({}, CPU).dtype == expected
         assert resolve_orthogonalizer({"scheme": "gram"}, CPU).dtype == expected
@@ -91,6 +97,17 @@ def test_auto_dtype_is_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_orthogonalizer({"newton_schulz_func": torch.sign}, cuda).dtype == torch.bfloat16
     assert resolve_orthogonalizer({"scheme": "gram"}, cuda).dtype == torch.float16
     assert resolve_orthogonalizer({"scheme": "gram", "ns_dtype": "bfloat16"}, cuda).dtype == torch.bfloat16
+
+
+def test_engine_info_says_what_auto_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    assert dmuown.engine_info().ns_dtype == "float32 on cpu"
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    told = "bfloat16 on cpu, float16 on cuda (bfloat16 with ns_form='plain')"
+    assert f"ns_dtype: {told}" in str(dmuown.engine_info()).splitlines()
 
 
 def test_a_missing_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

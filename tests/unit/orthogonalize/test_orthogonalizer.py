@@ -276,6 +276,7 @@ def test_other_tensors_are_refused(x: Tensor) -> None:
 
 
 def test_auto_dtype_follows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     assert resolve_compute_dtype(torch.device("cpu")) == torch.bfloat16
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
