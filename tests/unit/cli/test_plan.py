@@ -174,6 +174,19 @@ def test_owners_of_tensor_parallel_parts(tmp_path: Path) -> None:
     assert within.ranks.sent == [sum(bucket_bytes(within)) / 2] * 2
 
 
+def test_owners_that_cannot_be_are_refused_as_at_the_start(tmp_path: Path) -> None:
+    config = TINY | {"model_type": "llama"}
+    target = {"_target_": "dmuown.automodel.DMuonConfig"}
+    for size in ("pp", "ep"):
+        with pytest.raises(OptionError, match=rf"^distributed\.{size}_size: must be 1 under DMuonConfig, got 2: "):
+            planned(tmp_path, config, target, world_size=4, sizes={size: 2})
+    sharded = {"defaults": {"route": "sharded_adamw"}, "overrides": [{"role": "matrix", "set": {"route": "muon"}}]}
+    owned = target | {"param_policy": sharded}
+    with pytest.raises(OptionError, match=r"^optimizer\.param_policy: model\.embed_tokens\.weight is on sharded_adamw"):
+        planned(tmp_path, config, owned, world_size=4, sizes={"tp": 2})
+    assert planned(tmp_path, config, owned, world_size=4).matrices == 28
+
+
 def bucket_bytes(plan: JobPlan) -> list[float]:
     """What two halves of every matrix send: half of it there, and half of its update back."""
     return [row.count * math.prod(row.shape) * 2.0 * 2 / 2 for row in plan.routes if row.algorithm == "muown"]

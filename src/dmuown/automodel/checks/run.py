@@ -129,27 +129,18 @@ def _check_routes(
         report.error("optimizer.param_policy", f"{error.subject} {error.rule}", error.remedy)
         return
     if isinstance(options, DMuonOptions) and relations.parallel_size(document, "tp_size") > 1:
-        _check_cut_twice(options, parameters, report)
+        from dmuown.automodel.planned.ownership import check_cut_once
+        from dmuown.policy.resolve import resolve_routes
 
-
-def _check_cut_twice(options: DMuonOptions, parameters: Sequence[ParameterRole], report: Report) -> None:
-    """What tensor parallelism cuts already has no shards for `sharded_adamw`."""
-    from dmuown.automodel.planned.cluster import tensor_parallel_axis
-    from dmuown.policy.resolve import resolve_routes
-
-    routes = resolve_routes(
-        {entry.name: entry.parameter for entry in parameters},
-        policy=options.routes(tensor_parallel=True),
-        roles={entry.name: entry.role.value for entry in parameters},
-    ).routes
-    for entry in parameters:
-        if routes[entry.name].route == "sharded_adamw" and tensor_parallel_axis(entry) is not None:
-            report.error(
-                "optimizer.param_policy",
-                f"{entry.name} is on sharded_adamw, and distributed.tp_size cuts it already",
-                "Use route adamw for it",
-            )
-            return
+        resolution = resolve_routes(
+            {entry.name: entry.parameter for entry in parameters},
+            policy=options.routes(tensor_parallel=True),
+            roles={entry.name: entry.role.value for entry in parameters},
+        )
+        try:
+            check_cut_once(parameters, resolution.routes)
+        except OptionError as error:
+            report.raised(error)
 
 
 def _check_host(report: Report) -> None:

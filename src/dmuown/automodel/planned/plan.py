@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dmuown.automodel.checks.document import Document, read_document
-from dmuown.automodel.dmuon_options import own_options
+from dmuown.automodel.dmuon_options import DMuonOptions, own_options
 from dmuown.automodel.optimizer_options import MatrixOptions
 from dmuown.automodel.planned.cluster import Cluster, stages
 from dmuown.automodel.planned.exchange import BucketPlan
@@ -102,6 +102,10 @@ def plan_job(
     document = read_document(path, overrides)
     options = _options(document)
     cluster = _cluster(document, world_size, sizes or {})
+    if isinstance(options, DMuonOptions):
+        from dmuown.automodel.ownership import check_sizes
+
+        check_sizes({f"{name}_size": getattr(cluster, name) for name in ("pp", "ep", "cp")})
     plan = JobPlan(str(path), type(options).title(), cluster)
     model = plan_model(document, model_config, known)
     plan.elements, plan.trainable = model.elements, model.trained

@@ -17,7 +17,7 @@ from dmuown.automodel.planned.cluster import Cluster, place, place_tensor_parall
 from dmuown.automodel.planned.exchange import BucketPlan, local_numel, plan_exchange, state_bytes
 from dmuown.automodel.planned.memory import RankBytes
 from dmuown.automodel.planned.model import PlannedModel
-from dmuown.automodel.planned.ownership import OwnershipRanks, plan_ownership
+from dmuown.automodel.planned.ownership import OwnershipRanks, check_cut_once, plan_ownership
 from dmuown.automodel.planned.routes import RouteRow, route_rows
 from dmuown.ownership.plan import shard_rows
 from dmuown.policy.resolve import ResolvedRoute, resolve_routes
@@ -133,6 +133,8 @@ def _sharded(stage: _Stage, placed: Mapping[str, Tensor], plan: StagePlan) -> No
 def _owned(stage: _Stage, options: DMuonOptions, plan: StagePlan) -> None:
     """Owners, each of which is the tensor-parallel ranks of one data-parallel place."""
     cluster, model, found, settings = stage.cluster, stage.model, plan.ranks, stage.settings
+    if cluster.tp > 1:
+        check_cut_once(stage.entries, stage.routes)
     held = {
         entry.name: place_tensor_parallel(
             entry, cluster, stage.routes[entry.name].master_dtype or model.dtype_of(entry.name)
