@@ -2,6 +2,10 @@
 
 torch's reader unpickles `.metadata` and loads byte entries with any class they name. This one allows
 the classes that DCP's metadata consists of, and plain Python values (and tensors) in byte entries.
+
+Low-bit state is saved as it is stored: codes, and scales of blocks of one rank's elements. A shard that lies here as it
+was saved takes codes and scales; any other part is decoded, put together in fp32 and encoded anew. torch's reader cuts
+such tensors along the first axis alone, at ends of blocks.
 """
 
 from __future__ import annotations
@@ -9,19 +13,22 @@ from __future__ import annotations
 import io
 import pickle
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.futures import Future
 
-from dmuown.errors import CheckpointError
+from dmuown.errors import CheckpointError, MissingDependencyError
+from dmuown.state import lowbit
 
 _METADATA_CLASSES = {
     "torch.distributed.checkpoint.metadata": (
@@ -130,7 +137,11 @@ class PlainReader(FileSystemReader):
             CheckpointError: A file is missing or damaged.
         """
         try:
-            return super().read_data(plan, planner)
+            self._read_bytes(plan, planner)
+            self._read_tensors(plan, planner)
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
         except CheckpointError:
             raise
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, AssertionError) as error:
@@ -141,12 +152,84 @@ class PlainReader(FileSystemReader):
                 "The checkpoint is truncated or damaged: use an earlier one",
             ) from error
 
+    def _read_bytes(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        items = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        if items:
+            super().read_data(replace(plan, items=items), planner)
+
+    def _read_tensors(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        assert isinstance(planner, PlainPlanner)
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            if item.type != LoadItemType.BYTE_IO:
+                by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for file, items in by_file.items():
+            with self.fs.create_stream(self.fs.concat_path(self.path, file), "rb") as stream:
+                for item in items:
+                    planner.take(item, self._saved_chunk(stream, item))
+        planner.encode_assembled()
+
+    def _saved_chunk(self, stream: Any, item: ReadItem) -> Tensor:
+        """The whole chunk that an item is part of, as it was saved."""
+        info = self.storage_data[item.storage_index]
+        content = self.transforms.transform_load_stream(
+            item, info.transform_descriptors or (), self._slice_file(stream, info)
+        ).read(-1)
+        try:
+            chunk = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            if "torchao" not in str(error):
+                raise
+            try:
+                lowbit.register_classes()
+            except MissingDependencyError as missing:
+                raise CheckpointError(
+                    item.dest_index.fqn, "is low-bit state, which torchao decodes", "pip install dmuown[lp]"
+                ) from missing
+            chunk = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        if not isinstance(chunk, Tensor):
+            raise CheckpointError(item.dest_index.fqn, f"is a {type(chunk).__name__} in the checkpoint, not a tensor")
+        return chunk
+
 
 class PlainPlanner(DefaultLoadPlanner):
     """DCP's planner without flattening, with plain values only in byte entries."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        # Low-bit targets by name and place, and fp32 values on their way there.
+        self._assembled: dict[tuple[str, Any], tuple[Tensor, Tensor]] = {}
+
+    def take(self, item: ReadItem, chunk: Tensor) -> None:
+        """Copy what an item asks for.
+
+        Args:
+            item: Which part of the chunk goes to which part of the target.
+            chunk: As it was saved, on the CPU.
+        """
+        target = self.lookup_tensor(item.dest_index).detach()
+        is_whole = item.lengths == chunk.shape == target.shape
+        if is_whole and (lowbit.is_low_bit(target) or not lowbit.is_low_bit(chunk)):
+            lowbit.copy(target, chunk)
+            return
+        if lowbit.is_low_bit(target):
+            key = item.dest_index.fqn, item.dest_index.offset
+            if key not in self._assembled:
+                self._assembled[key] = target, torch.zeros(target.shape, dtype=torch.float32)
+            target = self._assembled[key][1]
+        part = narrow_tensor_by_index(lowbit.decoded(chunk), item.storage_offsets, item.lengths)
+        place = narrow_tensor_by_index(target, item.dest_offsets, item.lengths)
+        if place.shape != part.shape:
+            raise CheckpointError(
+                item.dest_index.fqn, f"has a part of shape {tuple(part.shape)} where {tuple(place.shape)} is expected"
+            )
+        place.copy_(part)
+
+    def encode_assembled(self) -> None:
+        """Encode what was put together from parts, once all of them are there."""
+        for target, values in self._assembled.values():
+            lowbit.copy(target, values)
+        self._assembled = {}
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Take one byte entry.

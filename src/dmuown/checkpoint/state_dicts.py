@@ -35,6 +35,7 @@ from dmuown.engine.optimizer import MuonEngine
 from dmuown.errors import CheckpointError
 from dmuown.ownership.record import Record
 from dmuown.policy.names import nearest, without_wrappers
+from dmuown.state import lowbit
 
 
 def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None = None) -> dict[str, Any]:
@@ -157,8 +158,9 @@ def get_optimizer_state_dict(
         model: Has all parameters of the optimizers.
         optimizers: This package's, or any of torch's beside them.
         options: As torch's. `full_state_dict` gathers buffer by buffer (collective), with `cpu_offload`
-            onto rank 0 alone, the others getting an empty dict; `flatten_optimizer_state_dict` returns one
-            level of keys (`state.<fqn>.<buffer>`, `param_groups.<fqn>.<option>`).
+            onto rank 0 alone, the others getting an empty dict, and low-bit state decoded to fp32;
+            `flatten_optimizer_state_dict` returns one level of keys (`state.<fqn>.<buffer>`,
+            `param_groups.<fqn>.<option>`).
 
     Returns:
         `{"state": {fqn: {buffer: tensor}}, "param_groups": [{"params": [fqn, ...], option: value}]}`, of
@@ -196,6 +198,8 @@ def get_optimizer_state_dict(
 def _copied(value: Any, options: StateDictOptions) -> Any:
     if not isinstance(value, Tensor):
         return value
+    if options.full_state_dict:
+        value = lowbit.decoded(value)  # scales belong to one rank's blocks, and their tensors gather rows alone
     if options.full_state_dict and isinstance(value, DTensor):
         value = value.full_tensor()
         if options.cpu_offload and dist.get_rank() > 0:

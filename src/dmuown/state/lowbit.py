@@ -45,6 +45,16 @@ def _class_of(precision: str) -> Any:
         ) from error
 
 
+def register_classes() -> None:
+    """Let `torch.load(..., weights_only=True)` read low-bit tensors, as importing their classes does.
+
+    Raises:
+        MissingDependencyError: torchao is missing or too old.
+    """
+    for precision in LOW_BIT:
+        _class_of(precision)
+
+
 def is_low_bit(tensor: Tensor) -> bool:
     """Whether a tensor, or the local part of a DTensor, is stored in 8 or 4 bits."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
