@@ -226,6 +226,11 @@ class MuonEngine(_MuonBase):
         """
         if torch.compiler.is_dynamo_compiling():
             torch._dynamo.graph_break("dmuown's step is no single graph: compile around it with fullgraph=False")
+        return self._take_step(closure)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _take_step(self, closure: Callable[[], Any] | None) -> Any:
+        """Do the step, outside any graph: its functions would be compiled anew for each of many shapes."""
         if self._dedications != dedications():
             check_not_dedicated_since(self._records)
             self._dedications = dedications()

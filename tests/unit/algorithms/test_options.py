@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 import dmuown
 from dmuown.errors import OptionError
@@ -174,25 +175,32 @@ def test_deterministic_mode(name: str) -> None:
         torch.use_deterministic_algorithms(before)
 
 
-def test_a_step_inside_a_compiled_function_equals_an_eager_one() -> None:
-    """fullgraph=False: the step stays eager; 12 shapes do not exhaust the recompilation limit."""
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_step_inside_a_compiled_function_equals_an_eager_one(name: str) -> None:
+    """fullgraph=False: only the caller's own code is compiled, once, however many shapes the step works on."""
     shapes = [(4 + i, 6) for i in range(12)]
-    results = []
+    results, graphs = [], CompileCounter()
     for compiled in (False, True):
         params = [nn.Parameter(initial(*shape, dtype=torch.float32)) for shape in shapes]
-        optimizer = dmuown.Muown(params, lr=0.02)
+        optimizer = dmuown.Muown([{"params": params, "algorithm": name}], lr=0.02)
+        scale = torch.tensor(1.0)
 
-        def train(optimizer: Any = optimizer) -> None:
+        def train(scale: Tensor, optimizer: Any = optimizer) -> Tensor:
+            doubled = scale * 2
             optimizer.step()
+            return doubled + 1
 
-        function = torch.compile(train, backend="eager", fullgraph=False) if compiled else train
-        for step in range(2):
-            for index, param in enumerate(params):
-                generator = torch.Generator().manual_seed(10 * index + step)
-                param.grad = torch.randn(param.shape, generator=generator)
-            function()
+        torch._dynamo.reset()
+        function = torch.compile(train, backend=graphs, fullgraph=False) if compiled else train
+        with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+            for step in range(4):
+                for index, param in enumerate(params):
+                    generator = torch.Generator().manual_seed(10 * index + step)
+                    param.grad = torch.randn(param.shape, generator=generator)
+                assert function(scale) == 3
         results.append(torch.cat([param.detach().flatten() for param in params]))
     torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-7)
+    assert graphs.frame_count == 2  # before the step, and after it
 
 
 def test_fullgraph_through_the_step_is_refused() -> None:
