@@ -50,8 +50,9 @@ def test_a_run_that_takes_too_long_leaves_no_process(mode: tuple[str, ...], tmp_
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="tells living processes by /proc, which is not here")
-def test_a_launcher_that_leaves_its_ranks_behind(tmp_path: Path) -> None:
-    done = run_group([sys.executable, "-c", LAUNCHER, str(tmp_path / "pid"), "leave"], timeout=60, patience=1)
+@pytest.mark.parametrize("mode", [("leave",), ("leave", "stubborn")], ids=" ".join)
+def test_a_launcher_that_leaves_its_ranks_behind(mode: tuple[str, ...], tmp_path: Path) -> None:
+    done = run_group([sys.executable, "-c", LAUNCHER, str(tmp_path / "pid"), *mode], timeout=60, patience=1)
     assert (done.returncode, done.stdout) == (3, "started\n")
     assert not is_alive(int((tmp_path / "pid").read_text()))
 
