@@ -130,7 +130,7 @@ def _group_of(ranks: tuple[int, ...], backend: str | None) -> dist.ProcessGroup:
     groups = _made.now().groups
     key = (backend, tuple(sorted(ranks)))
     if key not in groups:
-        with _same_name_on(key[1], backend):
+        with same_name_on(key[1], str(backend)):
             made = dist.new_group(list(key[1]), backend=backend, timeout=_timeout(), use_local_synchronization=True)
         assert isinstance(made, dist.ProcessGroup)
         groups[key] = made
@@ -138,7 +138,7 @@ def _group_of(ranks: tuple[int, ...], backend: str | None) -> dist.ProcessGroup:
 
 
 @contextlib.contextmanager
-def _same_name_on(ranks: tuple[int, ...], backend: str | None) -> Iterator[None]:
+def same_name_on(ranks: tuple[int, ...], label: str) -> Iterator[None]:
     """Let the ranks of a new group give it one name, whatever other groups each of them has.
 
     Torch names a group that only its members make after its ranks and the number of groups that the
@@ -148,7 +148,7 @@ def _same_name_on(ranks: tuple[int, ...], backend: str | None) -> Iterator[None]
     """
     known: dict[Any, Any] = dist.distributed_c10d._world.pg_names
     store = dist.distributed_c10d._get_default_store()
-    prefix = f"dmuown/groups/{backend}/{hashlib.sha256(repr(ranks).encode()).hexdigest()}"
+    prefix = f"dmuown/groups/{label}/{hashlib.sha256(repr(ranks).encode()).hexdigest()}"
     store.set(f"{prefix}/{dist.get_rank()}", str(len(known)))
     if dist.get_rank() == ranks[0]:  # one rank reads them all: thousands would ask the store for millions
         store.set(f"{prefix}/largest", str(max(int(store.get(f"{prefix}/{rank}")) for rank in ranks)))

@@ -100,7 +100,13 @@ def dedicate_params(
     for name in tensor_parallel:
         _check_tensor_parallel(name, selected[name], group)
     entries = _entries(selected, resolution, found, len(group.ranks))
-    plan = build_plan(entries, found.entries, world_size=len(group.ranks), reshard_after_forward=reshard_after_forward)
+    plan = build_plan(
+        entries,
+        found.entries,
+        world_size=len(group.ranks),
+        reshard_after_forward=reshard_after_forward,
+        shard_size=group.stages.size if group.stages is not None else None,
+    )
     casts = _casts(plan, resolution.routes)
     _compare(plan, casts, group)
     records = {
@@ -112,7 +118,7 @@ def dedicate_params(
         plan,
         records,
         found.modules,
-        Link(group.group, group.rank, group.ranks),
+        Link(group.group, group.rank, group.ranks, group.stages),
         prefetch=prefetch,
         warnings=resolution.warnings,
     )

@@ -6,6 +6,7 @@ between boundaries: a replicate dimension adds owners, not copies.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -14,7 +15,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from dmuown.engine.groups import same_name_on
 from dmuown.errors import LayoutError, OptionTypeError
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The two dimensions of a (replicate x) shard mesh, for transfers that cross between nodes once.
+
+    Attributes:
+        replicate: Group of the ranks at this one's place in their shard groups.
+        shard: Group of the ranks of this one's replica.
+        size: Ranks of a shard group.
+    """
+
+    replicate: dist.ProcessGroup
+    shard: dist.ProcessGroup
+    size: int
 
 
 @dataclass(frozen=True)
@@ -27,6 +44,7 @@ class OwnerGroup:
         ranks: Global ranks in its order.
         shard_mesh: The group as a 1-D mesh, for parameters on `sharded_adamw`.
         tensor_parallel: Names of the mesh dimensions that are neither replicate nor shard.
+        stages: Groups of its two dimensions, where it has two of more than one rank.
         names: Names of the dimensions that it is made of; empty for a mesh without names.
         root: The mesh that they are dimensions of.
         combined: Meshes of tensor-parallel parameters, each with the mesh of the group and it.
@@ -37,6 +55,7 @@ class OwnerGroup:
     ranks: tuple[int, ...]
     shard_mesh: DeviceMesh
     tensor_parallel: tuple[str, ...]
+    stages: Stages | None
     names: tuple[str, ...]
     root: DeviceMesh
     combined: list[tuple[DeviceMesh, DeviceMesh]] = field(default_factory=list)
@@ -69,14 +88,39 @@ def owner_group(
     rest = _other_dims(mesh, replicate_mesh)
     names = (*((replicate_mesh.mesh_dim_names or ()) if replicate_mesh else ()), *(mesh.mesh_dim_names or ()))
     if len(ranks) == 1:
-        return OwnerGroup(None, 0, ranks, mesh if mesh.ndim == 1 else _flat_mesh(mesh, None), rest, names, _root(mesh))
-    group = dist.new_group(list(ranks), timeout=_timeout(mesh), use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
+        return OwnerGroup(
+            None, 0, ranks, mesh if mesh.ndim == 1 else _flat_mesh(mesh, None), rest, None, names, _root(mesh)
+        )
+    group = _new_group(ranks, mesh)
     # The group's own order: new_group sorts ranks.
     ordered = tuple(dist.get_process_group_ranks(group))
     same = mesh.ndim == 1 and replicate_mesh is None and ordered == ranks
     flat = mesh if same else _flat_mesh(mesh, group)
-    return OwnerGroup(group, ordered.index(me), ordered, flat, rest, names, _root(mesh))
+    # Without a process group's own order there are no rows and columns.
+    stages = _stages(ranks, mesh, me) if ordered == ranks else None
+    return OwnerGroup(group, ordered.index(me), ordered, flat, rest, stages, names, _root(mesh))
+
+
+def _stages(ranks: tuple[int, ...], mesh: DeviceMesh, me: int) -> Stages | None:
+    size = mesh.size(mesh.ndim - 1)
+    if size == 1 or size == len(ranks):
+        return None
+    place = ranks.index(me)
+    start = place - place % size
+    # In this order on every rank: each makes the two that it is in.
+    replicate = _new_group(ranks[place % size :: size], mesh)
+    return Stages(replicate, _new_group(ranks[start : start + size], mesh), size)
+
+
+_made: Counter[tuple[int, ...]] = Counter()
+
+
+def _new_group(ranks: tuple[int, ...], mesh: DeviceMesh) -> dist.ProcessGroup:
+    _made[ranks] += 1
+    with same_name_on(tuple(sorted(ranks)), f"owners {_made[ranks]}"):
+        group = dist.new_group(list(ranks), timeout=_timeout(mesh), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def _ranks(mesh: DeviceMesh, replicate_mesh: DeviceMesh | None, tensor_parallel: bool) -> tuple[int, ...]:

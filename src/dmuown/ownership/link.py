@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dmuown.engine.groups import control_group
+from dmuown.ownership.group import Stages
 
 # torch 2.13 renamed these; the old names still work in 2.11 and warn in 2.13.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -53,12 +54,16 @@ class Link:
         group: The runtime's group; None for one rank.
         rank: This rank within it.
         ranks: Global ranks, by rank within it.
+        stages: Groups of the replicate and the shard dimension, where there are both.
         control: A group of the same ranks that takes CPU tensors, for messages between hosts.
         counts: By kind of collective, `[collectives, bytes]` so far; messages between hosts are not counted.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, ranks: Sequence[int]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, rank: int, ranks: Sequence[int], stages: Stages | None = None
+    ) -> None:
         self.group = group
+        self.stages = stages
         self.control = _control_of(group, ranks)
         self.rank = rank
         self.ranks = tuple(ranks)
@@ -70,6 +75,37 @@ class Link:
     def world_size(self) -> int:
         """Ranks in the group."""
         return len(self.ranks)
+
+    def broadcast(self, tensor: Tensor, owner: int) -> Any:
+        """Start to send the owner's tensor to all ranks; with two dimensions, to each replica once, and on in it."""
+        source = self.ranks[owner]
+        if self.stages is None:
+            return dist.broadcast(tensor, src=source, group=self.group, async_op=True)
+        column, relay = self._relay(owner)
+        if column:
+            # On NCCL this stream waits and the host goes on; on gloo the host waits, in the order of all ranks.
+            first: Any = dist.broadcast(tensor, src=source, group=self.stages.replicate, async_op=True)
+            first.wait()
+        return dist.broadcast(tensor, src=relay, group=self.stages.shard, async_op=True)
+
+    def reduce(self, tensor: Tensor, owner: int) -> Any:
+        """Start to sum all ranks' tensors at the owner; with two dimensions, within each replica and then between."""
+        target = self.ranks[owner]
+        if self.stages is None:
+            return dist.reduce(tensor, dst=target, group=self.group, async_op=True)
+        column, relay = self._relay(owner)
+        work: Any = dist.reduce(tensor, dst=relay, group=self.stages.shard, async_op=True)
+        if column:
+            work.wait()
+            work = dist.reduce(tensor, dst=target, group=self.stages.replicate, async_op=True)
+        return work
+
+    def _relay(self, owner: int) -> tuple[bool, int]:
+        """Whether this rank is at the owner's place in its replica, and the global rank that is."""
+        assert self.stages is not None
+        size = self.stages.size
+        place = owner % size
+        return self.rank % size == place, self.ranks[self.rank - self.rank % size + place]
 
     def on_any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Return which flags are set on any rank. All ranks; hosts wait for each other, devices do not."""

@@ -140,6 +140,8 @@ class OwnershipPlan:
         transfers: In the order in which forward passes fetch them.
         entries: The parameters by name.
         reshard_after_forward: Whether parameters are given up between forward and backward.
+        shard_size: Ranks of a replica, where owners' transfers go in two stages: between replicas, among the ranks at
+            the owner's place in each, and within replicas. None: in one stage.
     """
 
     world_size: int
@@ -147,18 +149,22 @@ class OwnershipPlan:
     transfers: tuple[Transfer, ...]
     entries: Mapping[str, Entry]
     reshard_after_forward: bool
+    shard_size: int | None = None
 
     @property
     def owners(self) -> dict[str, int | None]:
         """Owner (rank within the group) by parameter name; None for `sharded_adamw`."""
         return {name: entry.owner for name, entry in self.entries.items()}
 
-    def per_step(self, *, microbatches: int = 1, deferred: bool = False) -> dict[str, dict[str, int]]:
+    def per_step(
+        self, *, microbatches: int = 1, deferred: bool = False, rank: int | None = None
+    ) -> dict[str, dict[str, int]]:
         """Count collectives and bytes of one optimizer step.
 
         Args:
             microbatches: Forward and backward passes.
             deferred: Whether all passes but the last run under `no_sync`.
+            rank: Count what this rank of the group calls, both stages of a transfer; None counts transfers.
 
         Returns:
             By kind of collective: `collectives`, and `bytes` of the buffers (which a rank receives but for its own
@@ -176,14 +182,19 @@ class OwnershipPlan:
         fetches = microbatches * (2 if self.reshard_after_forward else 1)
         for transfer in self.transfers:
             owned = transfer.kind == "owner"
-            add("broadcast" if owned else "all_gather", fetches, transfer.fetch_bytes)
+            size = self.shard_size
+            relays = rank is not None and owned and size is not None and rank % size == transfer.owner % size
+            stages = 2 if relays else 1
+            add("broadcast" if owned else "all_gather", fetches * stages, transfer.fetch_bytes)
             reductions = (1 if deferred else microbatches) if transfer.trainable else 0
-            add("reduce" if owned else "reduce_scatter", reductions, transfer.reduce_bytes)
+            add("reduce" if owned else "reduce_scatter", reductions * stages, transfer.reduce_bytes)
         return totals
 
     def lines(self) -> list[str]:
         """The plan as text; ranks that agree have equal lines."""
         head = f"{self.world_size} ranks, reshard_after_forward={self.reshard_after_forward}"
+        if self.shard_size is not None:
+            head += f", in replicas of {self.shard_size}"
         boundaries = [f"boundary {entry.index} (backward {entry.backward}): {entry.label}" for entry in self.boundaries]
         return [head, *boundaries, *(transfer.describe() for transfer in self.transfers)]
 
@@ -222,6 +233,7 @@ def build_plan(
     *,
     world_size: int,
     reshard_after_forward: bool = True,
+    shard_size: int | None = None,
 ) -> OwnershipPlan:
     """Group parameters into transfers; see the module's text."""
     grouped: dict[tuple[Any, ...], list[Entry]] = {}
@@ -235,7 +247,12 @@ def build_plan(
     )
     transfers = tuple(_transfer(index, group, world_size) for index, (_, group) in enumerate(ordered))
     return OwnershipPlan(
-        world_size, tuple(boundaries), transfers, {entry.name: entry for entry in entries}, reshard_after_forward
+        world_size,
+        tuple(boundaries),
+        transfers,
+        {entry.name: entry for entry in entries},
+        reshard_after_forward,
+        shard_size,
     )
 
 

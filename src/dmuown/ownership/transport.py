@@ -12,7 +12,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -148,7 +147,7 @@ class Buffer:
         if link.group is not None:
             link.count("broadcast", transfer.fetch_bytes)
             self._fetching.held = [flat]
-            self._fetching.work = dist.broadcast(flat, src=link.ranks[transfer.owner], group=link.group, async_op=True)
+            self._fetching.work = link.broadcast(flat, transfer.owner)
 
     def _fetch_from_shards(self, flat: Tensor) -> None:
         link, transfer = self.link, self.transfer
@@ -271,7 +270,7 @@ class Buffer:
         self._reducing.held = [buffer]
         if transfer.kind == "owner":
             link.count("reduce", transfer.reduce_bytes)
-            self._reducing.work = dist.reduce(buffer, dst=link.ranks[transfer.owner], group=link.group, async_op=True)
+            self._reducing.work = link.reduce(buffer, transfer.owner)
             return
         link.count("reduce_scatter", transfer.reduce_bytes)
         self._reduced = buffer.new_empty(transfer.reduce_segment)

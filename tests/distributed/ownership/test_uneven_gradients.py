@@ -96,7 +96,9 @@ def _hows(step: int, rank: int, late: str) -> list[str]:
     return hows
 
 
-def _uneven(rank: int, world_size: int, route: str, reshard: bool, late: str, frozen_at_first: bool) -> dict[str, Any]:
+def _uneven(
+    rank: int, world_size: int, route: str, reshard: bool, late: str, frozen_at_first: bool, replicate: int = 1
+) -> dict[str, Any]:
     torch.manual_seed(0)
     model, plain = Stack().double(), Stack().double()
     plain.load_state_dict(model.state_dict())
@@ -106,7 +108,7 @@ def _uneven(rank: int, world_size: int, route: str, reshard: bool, late: str, fr
                 layer.get_submodule("second").requires_grad_(False)
     dedicated(
         model,
-        mesh_of(world_size),
+        mesh_of(world_size, replicate=replicate),
         predicate=lambda name, param: True,
         param_policy={"defaults": {**policy()["defaults"], "route": route}},
         reshard_after_forward=reshard,
@@ -143,9 +145,9 @@ def test_on_two_ranks(ranks2: RankPool, route: str, late: str, reshard: bool, fr
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("late", ["output", "thread"])
-def test_on_four_ranks(ranks4: RankPool, route: str, late: str) -> None:
-    counts = ranks4.run(_uneven, route, True, late, True, timeout=120)
+@pytest.mark.parametrize("late, replicate", [("output", 1), ("thread", 1), ("output", 2), ("thread", 2)])
+def test_on_four_ranks(ranks4: RankPool, route: str, late: str, replicate: int) -> None:
+    counts = ranks4.run(_uneven, route, True, late, True, replicate, timeout=120)
     assert all(count == counts[0] for count in counts)
 
 
