@@ -48,6 +48,7 @@ MATRIX_OPTIONS: dict[str, Any] = {
     "split_groups": None,
     "interleaved": False,
     "num_heads": None,
+    "qkv_heuristic": False,
     "batch_size": None,
     "use_triton": False,
 }
@@ -327,6 +328,7 @@ _FLAGS = (
     "matrix_transposed",
     "flatten",
     "interleaved",
+    "qkv_heuristic",
     "maximize",
     "use_triton",
     "offload_state",

@@ -131,12 +131,13 @@ def make_records(
             record.layout = MatrixLayout(tensor, name, transposed=group["matrix_transposed"], flatten=group["flatten"])
             record.blocks = _blocks(record.layout, group, name)
             if algorithm.updates_whole_tensors() and (
-                (group["num_heads"] or 1) > 1 or group["interleaved"] or group["split_groups"]
+                (group["num_heads"] or 1) > 1
+                or any(group[key] for key in ("interleaved", "split_groups", "qkv_heuristic"))
             ):
                 raise OptionError(
                     name,
                     f"{algorithm.name} is in the whole-tensor form, which knows contiguous split_sizes only",
-                    "Leave out num_heads, interleaved and split_groups",
+                    "Leave out num_heads, interleaved, split_groups and qkv_heuristic",
                 )
             if algorithm.updates_whole_tensors() and record.layout.flatten and record.layout.col_dims:
                 raise LayoutError(
@@ -270,6 +271,9 @@ def _check_dedicated(tensor: Tensor, group: Mapping[str, Any]) -> None:
 
 def _blocks(layout: MatrixLayout, group: Mapping[str, Any], name: str) -> Blocks:
     split_sizes, num_heads = group["split_sizes"], group["num_heads"]
+    if group["qkv_heuristic"] and split_sizes is None and num_heads is None and len(layout.shape) == 2:
+        # As the authors' Muown (arXiv 2605.10797) guesses; it takes MLPs of three times the width as well.
+        split_sizes = (layout.n,) * 3 if layout.m == 3 * layout.n else None
     if split_sizes is None and (num_heads is None or num_heads == 1):
         return ()
     if split_sizes is None and len(layout.shape) != 2:

@@ -265,9 +265,33 @@ def test_grouped_blocks_equal_separate_parameters(name: str) -> None:
         assert one.orthogonalized == 3
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_published_guess_on_request(transposed: bool) -> None:
+    """Three blocks where rows = 3 columns, output rows meant; nothing else, and nothing without the request."""
+    shapes = {(15, 5): 3, (14, 5): 1, (5, 15): 1, (5, 5): 1}
+    for shape, blocks in shapes.items():
+        weight = initial(*shape)
+        params = [nn.Parameter((weight.mT if transposed else weight).clone().contiguous()) for _ in range(3)]
+        common: dict[str, Any] = {"matrix_transposed": transposed}
+        sizes = {"split_sizes": (5, 5, 5)} if blocks == 3 else {}
+        groups = [{**common, "qkv_heuristic": True}, {**common, **sizes}, common]
+        optimizers = [
+            dmuown.Muown([{"params": [param], **group}], ns_dtype="float64")
+            for param, group in zip(params, groups, strict=True)
+        ]
+        for optimizer, param in zip(optimizers, params, strict=True):
+            grad = next(iter(gradients(shape)))
+            param.grad = (grad.mT if transposed else grad).contiguous()
+            optimizer.step()
+        assert torch.equal(params[0], params[1])
+        assert [optimizer.orthogonalized for optimizer in optimizers] == [blocks, blocks, 1]
+        assert torch.equal(params[0], params[2]) == (blocks == 1)
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
+        ({"qkv_heuristic": 1}, "qkv_heuristic: must be True or False"),
         ({"split_groups": 2}, "split_groups: needs split_sizes beside it"),
         ({"interleaved": True}, "interleaved: needs split_sizes beside it"),
         ({"split_sizes": (6, 6), "split_groups": 4}, "must divide every block's rows, but 4 does not divide 6"),
