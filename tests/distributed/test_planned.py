@@ -87,7 +87,7 @@ def test_plan_is_what_ranks_do(ranks4: RankPool, tmp_path: Path, algorithm: str,
     assert plan.matrices == 21
 
 
-def _owners(rank: int, world_size: int, tp: int) -> dict[str, Any]:
+def _owners(rank: int, world_size: int, tp: int, replicas: int) -> dict[str, Any]:
     import transformers
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -99,7 +99,9 @@ def _owners(rank: int, world_size: int, tp: int) -> dict[str, Any]:
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**CONFIG, pad_token_id=0, use_cache=False)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    mesh = init_device_mesh("cpu", (world_size // tp, tp), mesh_dim_names=("shard", "tp"))
+    sizes = (replicas, world_size // tp // replicas, tp)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard", "tp"))
+    data_parallel = mesh["replicate", "shard"] if replicas > 1 else mesh["shard"]
     if tp > 1:
         plan: dict[str, Any] = {
             "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
@@ -112,7 +114,7 @@ def _owners(rank: int, world_size: int, tp: int) -> dict[str, Any]:
         parallelize_module(model, mesh["tp"], plan)
     options = DMuonOptions(**OPTIONS)
     dedicate_params(
-        model, mesh["shard"], predicate=lambda *_: True, param_policy=options.routes(tensor_parallel=tp > 1)
+        model, data_parallel, predicate=lambda *_: True, param_policy=options.routes(tensor_parallel=tp > 1)
     )
     (groups,) = build_param_groups([model], options.grouping_rules())
     optimizer: Any = options.optimizer_class()(dedicated_param_groups(model, groups), **options.optimizer_options())
@@ -141,24 +143,25 @@ def _owners(rank: int, world_size: int, tp: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_plan_is_what_owners_do(ranks4: RankPool, tmp_path: Path, tp: int) -> None:
+@pytest.mark.parametrize(("tp", "replicas"), [(1, 1), (2, 1), (1, 2)])
+def test_plan_is_what_owners_do(ranks4: RankPool, tmp_path: Path, tp: int, replicas: int) -> None:
     pytest.importorskip("transformers")
-    done = ranks4.run(_owners, tp)
+    done = ranks4.run(_owners, tp, replicas)
     model = tmp_path / "config.json"
     model.write_text(json.dumps(CONFIG))
     optimizer = {"_target_": "dmuown.automodel.DMuonConfig", **OPTIONS}
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump({"model": {"torch_dtype": "float32", "force_hf": True}, "optimizer": optimizer}))
-    plan = plan_job(file, world_size=4, sizes={"tp": tp}, model_config=model)
+    plan = plan_job(file, world_size=4, sizes={"tp": tp, "replicas": replicas}, model_config=model)
     (owned,) = plan.ownership
     for rank, real in enumerate(done):
         assert owned.plan.owners == real["owners"]
-        totals = {kind: [total["collectives"], total["bytes"]] for kind, total in owned.plan.per_step().items()}
-        assert totals == real["counts"]
+        totals = owned.plan.per_step()
+        assert {kind: [total["collectives"], total["bytes"]] for kind, total in totals.items()} == real["counts"]
         assert plan.ranks.parameters[rank] == real["parameters"]
         assert plan.ranks.sent[rank] - owned.moved[rank // tp] == real["exchanged"]
         assert plan.ranks.matrices[rank] == real["matrices"]
         assert plan.ranks.state[rank] == real["state"]
         assert plan.ranks.gradients[rank] == real["gradients"]
-    assert sum(owned.moved) == sum(size for _, size in done[0]["counts"].values()) * (4 // tp - 1)
+    # Every rank but one receives each buffer once, and gives to it once, on whatever ways.
+    assert sum(owned.moved) == sum(total["bytes"] for total in owned.plan.per_step().values()) * (4 // tp - 1)

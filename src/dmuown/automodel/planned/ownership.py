@@ -47,6 +47,7 @@ def plan_ownership(
     dtypes: Mapping[str, torch.dtype],
     trainable: Mapping[str, bool],
     reshard_after_forward: bool = True,
+    replicas: int = 1,
 ) -> OwnershipRanks:
     """Work out who owns what and what is transferred, as `dedicate_params` does with boundaries at layers.
 
@@ -58,6 +59,7 @@ def plan_ownership(
         dtypes: Dtype of each, for what the policy leaves open.
         trainable: Whether each takes gradients.
         reshard_after_forward: As `dedicate_params`.
+        replicas: Replicas among the ranks, between which a transfer goes once.
     """
     homes = [_boundary(entry.name) for entry in entries]
     names = list(dict.fromkeys(homes))
@@ -88,7 +90,13 @@ def plan_ownership(
                 trainable=trainable[entry.name],
             )
         )
-    plan = build_plan(planned, boundaries, world_size=ranks, reshard_after_forward=reshard_after_forward)
+    plan = build_plan(
+        planned,
+        boundaries,
+        world_size=ranks,
+        reshard_after_forward=reshard_after_forward,
+        shard_size=ranks // replicas if 1 < replicas < ranks else None,
+    )
     held = [0.0] * ranks
     owned: list[list[str]] = [[] for _ in range(ranks)]
     for part in planned:

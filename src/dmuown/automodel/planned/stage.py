@@ -149,6 +149,7 @@ def _owned(stage: _Stage, options: DMuonOptions, plan: StagePlan) -> None:
         dtypes={entry.name: model.dtype_of(entry.name) for entry in stage.entries},
         trainable=model.trainable,
         reshard_after_forward=options.reshard_after_forward,
+        replicas=cluster.replicas,
     )
     plan.ownership = owners
     for owner, names in enumerate(owners.owned):
