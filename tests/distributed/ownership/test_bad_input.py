@@ -18,7 +18,7 @@ from dmuown.ownership.groups import dedicated_param_groups
 from dmuown.policy.groups import policy_param_groups
 from tests.distributed.harness import RankPool
 from tests.distributed.ownership.models import POLICY, Block, batch, build, loss_of
-from tests.distributed.ownership.training import mesh_of, trainable
+from tests.distributed.ownership.training import assert_nothing_but_homes, mesh_of, trainable
 
 
 def _selection(rank: int, world_size: int) -> None:
@@ -102,6 +102,7 @@ def _order(rank: int, world_size: int) -> None:
         policy_param_groups(model, POLICY)
     with pytest.raises(OwnershipError, match="TinyLM: has no dedicated parameters"):
         dmuown.Muown(build())
+    assert_nothing_but_homes(model)
 
 
 def test_call_order(ranks2: RankPool) -> None:
@@ -145,6 +146,7 @@ def _groups(rank: int, world_size: int) -> None:
     ]
     names = [group["param_names"] for group in groups]
     assert dmuown.Muon(groups).param_groups[1]["param_names"] == names[1]
+    assert_nothing_but_homes(model)
 
 
 def test_group_overrides_after_dedication(ranks2: RankPool) -> None:
@@ -212,6 +214,7 @@ def _left_out(rank: int, world_size: int) -> None:
     dmuown.Muon([*mine, *theirs], algorithm="adamw")
     with pytest.raises(OwnershipError, match="is in no param group"):
         dmuown.Muon([*mine, *theirs[:-1]], algorithm="adamw")
+    assert_nothing_but_homes(model)
 
 
 def test_an_optimizer_without_its_parameters(ranks2: RankPool) -> None:

@@ -153,6 +153,7 @@ def _save_folder(rank: int, world_size: int, folder: str) -> None:
     for step in range(SAVED_AFTER):
         _step(model, optimizer, step, rank, world_size)
     save_checkpoint(folder, model, optimizer)
+    assert_nothing_but_homes(model)
 
 
 def _load_folder(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
@@ -160,6 +161,7 @@ def _load_folder(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
     load_checkpoint(folder, model, optimizer)
     for step in range(SAVED_AFTER, STEPS):
         _step(model, optimizer, step, rank, world_size)
+    assert_nothing_but_homes(model)
     return whole_parameters(model)
 
 
@@ -208,6 +210,7 @@ def _refused(rank: int, world_size: int) -> None:
         set_model_state_dict(model, {name: value for name, value in whole.items() if name != owned})
     compare(whole_parameters(model), before, "unchanged", {"rtol": 0, "atol": 0})
     assert runtime_of(model).busy is False
+    assert_nothing_but_homes(model)
 
 
 def test_bad_checkpoints(ranks2: RankPool) -> None:

@@ -16,6 +16,7 @@ from tests.distributed.harness import RankPool
 from tests.distributed.ownership.models import batch, build, loss_of
 from tests.distributed.ownership.training import (
     TIGHT,
+    assert_nothing_but_homes,
     compare,
     dedicated,
     matrices_in_layers,
@@ -49,6 +50,7 @@ def _clip(rank: int, world_size: int, rest: str, replicate: int) -> None:
             clipped = {name: param.grad for name, param in plain.named_parameters()}
             tolerance: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-9} if max_norm == 0.01 else TIGHT
             compare(whole_gradients(model), clipped, "clipped gradient", tolerance)
+            assert_nothing_but_homes(model)
 
 
 @pytest.mark.parametrize("rest", ["", "fsdp2", "ddp"])
@@ -81,6 +83,7 @@ def _refused(rank: int, world_size: int) -> None:
     with pytest.raises(GradientError, match=r"norm is (inf|nan)"):
         clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
     assert not torch.isfinite(clip_grad_norm_(model, math.inf))
+    assert_nothing_but_homes(model)
 
 
 def test_bad_input(ranks2: RankPool) -> None:

@@ -14,7 +14,7 @@ from dmuown.ownership.record import GradState, State
 from tests.distributed.harness import RankPool
 from tests.distributed.ownership.models import batch as batch_of
 from tests.distributed.ownership.models import build, loss_of
-from tests.distributed.ownership.training import dedicated, mesh_of
+from tests.distributed.ownership.training import assert_nothing_but_homes, dedicated, mesh_of
 
 
 def _states(model: nn.Module, plan: OwnershipPlan) -> list[str]:
@@ -63,6 +63,7 @@ def _watch(rank: int, world_size: int, prefetch: int, reshard: bool) -> dict[str
         norm.register_forward_hook(lambda module, args, output: output.register_hook(watch_bytes) and None)
     loss_of(model, batch_of(0, rank)).backward()
     seen["total_bytes"] = sum(transfer.fetch_bytes for transfer in plan.transfers)
+    assert_nothing_but_homes(model)
     return seen
 
 
@@ -101,6 +102,7 @@ def _unannounced(rank: int, world_size: int) -> None:
     mesh = mesh_of(world_size)
     dedicated(model, mesh, param_policy=None, param_policy_fn=_by_shape)
     assert any(not record.owned for record in dedicated_records(model).values())
+    assert_nothing_but_homes(model)
     with pytest.raises(OwnershipError, match=r"ignored_params=dmuown\.dedicated_parameters\(model\)"):
         fully_shard(model, mesh=mesh)
 

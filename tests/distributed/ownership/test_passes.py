@@ -270,6 +270,7 @@ def _direct(rank: int, world_size: int) -> None:
     for each in (model, plain):
         each(hidden).square().mean().backward()
     compare(whole_gradients(model), {name: param.grad for name, param in plain.named_parameters()}, "gradient", TIGHT)
+    assert_nothing_but_homes(model)
     # Outside its boundary a parameter that is elsewhere says so, instead of reading freed memory.
     for record in dedicated_records(model).values():
         if not record.owned:
@@ -308,6 +309,7 @@ def _leaving(rank: int, world_size: int) -> str:
         layer.__class__ = Failing
     dedicated(model, mesh, param_policy={"defaults": {"route": "adamw"}})
     model(torch.randn(2, 16)).sum().backward()
+    assert_nothing_but_homes(model)
     _set_failing(model, rank == 0)
     try:
         for _ in range(3):
@@ -374,6 +376,7 @@ def _absent(rank: int, world_size: int) -> None:
     assert grads["layers.0.unused.weight"] is None
     expected = torch.full((4, 4), 2.0, dtype=torch.float64) / world_size
     torch.testing.assert_close(grads["layers.0.used.weight"], expected)
+    assert_nothing_but_homes(root)
 
 
 class Root(nn.Module):
@@ -434,6 +437,7 @@ def _soak(rank: int, world_size: int) -> None:
     with torch.no_grad():
         logits = model(batch(0, 0))
     torch.testing.assert_close(mean_over_ranks(logits), logits, rtol=0, atol=0)
+    assert_nothing_but_homes(model)
 
 
 def test_many_steps(ranks2: RankPool) -> None:

@@ -139,6 +139,7 @@ def _some(rank: int, world_size: int) -> None:
         with pytest.raises(OwnershipError, match=r"lm_head\.weight: has optim_dtype torch\.float32 by its policy"):
             late.add_param_group({"params": [head], "algorithm": "adamw"})
     late.add_param_group({"params": [head], "algorithm": "adamw", "optim_dtype": "float32"})
+    assert_nothing_but_homes(model)
 
 
 def test_groups_of_several_dtypes(ranks2: RankPool) -> None:

@@ -8,7 +8,13 @@ import dmuown
 from dmuown.ownership import dedicated_records, runtime_of
 from tests.distributed.harness import RankPool
 from tests.distributed.ownership.models import POLICY, batch, build, loss_of
-from tests.distributed.ownership.training import dedicated, matrices_in_layers, mesh_of, shard_rest
+from tests.distributed.ownership.training import (
+    assert_nothing_but_homes,
+    dedicated,
+    matrices_in_layers,
+    mesh_of,
+    shard_rest,
+)
 
 
 def _summary(rank: int, world_size: int) -> dict[str, Any]:
@@ -49,6 +55,7 @@ def _summary(rank: int, world_size: int) -> dict[str, Any]:
     loss_of(model, batch(0, rank)).backward()
     counts = {kind: count for kind, (count, _) in runtime_of(model).link.counts.items()}
     assert counts == {kind: total["collectives"] for kind, total in summary.per_step.items()}
+    assert_nothing_but_homes(model)
     return {"owned": sum(row.owned for row in summary.parameters if row.owner != "shards")}
 
 
@@ -70,6 +77,7 @@ def _mixed(rank: int, world_size: int) -> None:
     rows = {row.name: row for row in summary.parameters}
     assert rows["lm_head.weight"].owner == "shards"
     assert rows["lm_head.weight"].local_bytes == 40 * 16 * 4 // world_size
+    assert_nothing_but_homes(model)
 
 
 def test_beside_fsdp2(ranks2: RankPool) -> None:

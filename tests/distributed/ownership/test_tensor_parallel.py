@@ -81,6 +81,7 @@ def _parallel(rank: int, world_size: int, algorithm: str) -> None:
     expected = {name: param.detach() for name, param in reference.model.named_parameters()}
     # Clipping's factor is float32.
     compare(whole_parameters(model), expected, "parameter", LOOSE)
+    assert_nothing_but_homes(model)
 
 
 def test_adamw(ranks4: RankPool) -> None:
@@ -183,6 +184,8 @@ def _read_elsewhere(rank: int, world_size: int, folder: str) -> dict[str, torch.
     model = build(seed=9, layers=2).double()
     if world_size > 1:
         dedicate_params(model, mesh_of(world_size), predicate=trainable, param_policy=policy())
+    if world_size > 1:
+        assert_nothing_but_homes(model)
     state = {"model": get_model_state_dict(model)}
     load(state, checkpoint_id=folder)
     set_model_state_dict(model, state["model"])

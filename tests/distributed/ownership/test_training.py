@@ -185,6 +185,7 @@ def _against_fsdp2(rank: int, world_size: int, algorithm: str, model_options: di
             stepped.zero_grad()
     expected = {name: param.detach().full_tensor() for name, param in sharded.named_parameters()}  # type: ignore[attr-defined]
     compare(whole_parameters(model), expected, "parameter", tolerance)
+    assert_nothing_but_homes(model)
 
 
 @pytest.mark.parametrize("algorithm", ["adamw", "muown", "muon"])

@@ -54,6 +54,7 @@ def _names_and_attributes(rank: int, world_size: int) -> None:
     for name, each in dedicated_records(model).items():
         assert each.owned == (plan.owners[name] in (None, rank))
         assert repr(each.home)
+    assert_nothing_but_homes(model)
 
 
 def test_names_and_attributes(ranks2: RankPool) -> None:
@@ -238,6 +239,7 @@ def _precision(rank: int, world_size: int) -> None:
                 record.local_home().fill_(1.0).add_(1e-4)
     for value in whole_parameters(model).values():
         torch.testing.assert_close(value, torch.full_like(value, 1.0001), rtol=0, atol=1e-7)
+    assert_nothing_but_homes(model)
 
 
 def test_precision_by_field(ranks2: RankPool) -> None:
@@ -257,6 +259,7 @@ def _bf16_gradients(rank: int, world_size: int) -> None:
         grad = whole_gradients(model)["only.weight"]
         assert grad is not None
         assert grad.item() == expected, grad_dtype
+        assert_nothing_but_homes(model)
 
 
 def test_gradient_dtype(ranks2: RankPool) -> None:
