@@ -13,7 +13,9 @@ import yaml
 from typer.testing import CliRunner
 
 from dmuown.automodel.checks import Report, check_config
+from dmuown.automodel.planned import plan_job
 from dmuown.cli import app
+from dmuown.errors import DmuownError
 from tests.unit.cli.recipes import SHIPPED, load, mutations
 
 NAMES = [file.stem for file in SHIPPED]
@@ -186,6 +188,24 @@ def test_tensor_parallelism_has_a_default_policy_and_checks_another(tmp_path: Pa
     assert "model.embed_tokens.weight is on sharded_adamw" in problem.rule
     recipe["distributed"]["tp_size"] = 1
     assert not checked(recipe, tmp_path).errors
+
+
+@pytest.mark.slow
+def test_plan_answers_every_mutation_with_a_plan_or_one_message(shipped: Path, tmp_path: Path) -> None:
+    """It reads a few sections only, and must not fall over what it reads in them."""
+    read = ("model", "optimizer", "distributed", "freeze_config")
+    refused = []
+    for mutation in mutations(load(shipped, tmp_path)):
+        if not mutation.key.startswith(read):
+            continue
+        file = tmp_path / "recipe.yaml"
+        file.write_text(yaml.safe_dump(mutation.recipe, sort_keys=False))
+        try:
+            plan_job(file, world_size=4)
+        except DmuownError as error:
+            refused.append(str(error))
+    assert len(refused) >= 20
+    assert not [message for message in refused if "\n" in message]
 
 
 def test_neither_the_host_nor_a_model_is_imported(tmp_path: Path) -> None:
