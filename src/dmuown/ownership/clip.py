@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from dmuown.ownership.registry import runtime_of
 def clip_grad_norm_(
     model: nn.Module,
     max_norm: float,
-    norm_type: float = 2.0,
+    norm_type: float | str = 2.0,
     *,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
@@ -33,7 +34,7 @@ def clip_grad_norm_(
     Args:
         model: The model.
         max_norm: Largest norm; infinity only measures.
-        norm_type: Order of the norm: positive, or infinity.
+        norm_type: Order of the norm: positive, or infinity, as a number or a string that spells one.
         error_if_nonfinite: Whether a norm that is not finite is an error, on every rank alike.
         foreach: Passed on to torch's scaling.
 
@@ -47,8 +48,7 @@ def clip_grad_norm_(
     """
     if not max_norm >= 0:
         raise OptionError("max_norm", f"must be 0 or more, got {max_norm!r}")
-    if not norm_type > 0:
-        raise OptionError("norm_type", f"must be positive or infinity, got {norm_type!r}")
+    norm_type = _order(norm_type)
     runtime = runtime_of(model)
     params = [param for param in model.parameters() if param.grad is not None]
     device = next(iter(runtime.records.values())).device
@@ -56,11 +56,8 @@ def clip_grad_norm_(
     across = _tensor_parallel(runtime.records.values())
     for param in params:
         total = _combine(total, _share(param, norm_type, runtime.link.rank, across), norm_type)
-    operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-    for group in (runtime.link.group, *(mesh.get_group(name) for name, mesh in across.items())):
-        if group is not None:
-            dist.all_reduce(total, op=operation, group=group)
-    norm = total if math.isinf(norm_type) else total.pow(1.0 / norm_type)
+    groups = [runtime.link.group, *(mesh.get_group(name) for name, mesh in across.items())]
+    norm = _over_ranks(total, norm_type, [group for group in groups if group is not None])
     if error_if_nonfinite and not torch.isfinite(norm):
         raise GradientError(
             "clip_grad_norm_", f"the gradients' norm is {float(norm)}", "Look for the loss that overflowed"
@@ -70,6 +67,30 @@ def clip_grad_norm_(
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # torch's own epsilon
         _scale([grad for grad in local if grad.numel()], factor, foreach)
     return norm
+
+
+def _order(norm_type: Any) -> float:
+    """The order of a norm as torch takes it: a number, or a string that spells one, such as `inf`."""
+    try:
+        order = float(norm_type)
+    except (TypeError, ValueError):
+        order = math.nan
+    if not order > 0:
+        raise OptionError("norm_type", f"must be positive or infinity, got {norm_type!r}")
+    return order
+
+
+def _over_ranks(total: Tensor, norm_type: float, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    """The norm, from each rank's part of it to the power of its order."""
+    if not math.isinf(norm_type):
+        for group in groups:
+            dist.all_reduce(total, group=group)
+        return total.pow(1.0 / norm_type)
+    # The maximum over ranks does not keep NaN on every backend: whether there is one travels beside it.
+    message = torch.stack([torch.where(total.isnan(), 0.0, total), total.isnan().to(total.dtype)])
+    for group in groups:
+        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
+    return torch.where(message[1] > 0, math.nan, message[0])
 
 
 def _share(param: Tensor, norm_type: float, rank: int, across: Mapping[str, DeviceMesh]) -> Tensor | None:
