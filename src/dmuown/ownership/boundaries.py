@@ -72,7 +72,7 @@ def find_boundaries(
             enclosing element of a `ModuleList`, else the parameter's own module.
 
     Raises:
-        OwnershipError: A parameter has no boundary.
+        OwnershipError: A parameter has no boundary, or one that is never called.
     """
     found: dict[str, list[nn.Module]] = {}
     for name, raw_names in uses.items():
@@ -97,8 +97,10 @@ def _boundary_of(model: nn.Module, raw: str, name: str, predicate: Callable[[nn.
     path = raw.split(".")[:-1]
     chain = [(path[:depth], model.get_submodule(".".join(path[:depth]))) for depth in range(len(path), -1, -1)]
     if predicate is not None:
-        for _, module in chain:
+        for position, (module_path, module) in enumerate(chain):
             if predicate(module):
+                parent = chain[position + 1][1] if position + 1 < len(chain) else None
+                _check_called(name, canonical_name(".".join(module_path)), module, parent)
                 return module
         raise OwnershipError(
             name,
@@ -117,6 +119,18 @@ def _boundary_of(model: nn.Module, raw: str, name: str, predicate: Callable[[nn.
         and not (position + 1 < len(chain) and isinstance(chain[position + 1][1], nn.MultiheadAttention))
     ]
     return called[0] if called else model
+
+
+def _check_called(name: str, path: str, module: nn.Module, parent: nn.Module | None) -> None:
+    """Refuse a boundary whose forward never runs: its hooks would not, and the ranks would part."""
+    no_forward = type(module).forward is nn.Module.forward and "forward" not in vars(module)
+    if (isinstance(module, _CONTAINERS) and no_forward) or isinstance(parent, nn.MultiheadAttention):
+        raise OwnershipError(
+            name,
+            f"has its boundary, by hook_boundary_predicate, at {path or 'the model'}, a {type(module).__name__} that "
+            "is never called",
+            "Let the predicate match a module that the model calls: an element of a list, not the list",
+        )
 
 
 def _walk(

@@ -56,6 +56,12 @@ def _selection(rank: int, world_size: int) -> None:
     )
     refuse(
         OwnershipError,
+        r"model\.layers\.0\.norm\.weight: has its boundary, by hook_boundary_predicate, at model\.layers, a ModuleList "
+        "that is never called",
+        hook_boundary_predicate=lambda module: isinstance(module, (nn.ModuleList, nn.Embedding)),
+    )
+    refuse(
+        OwnershipError,
         r"boundary model\.layers\.0: holds parameters of several param_dtypes \(bfloat16, float32\) while "
         r"model\.layers\.0\.up_proj\.weight sets cast_forward_inputs",
         param_policy={

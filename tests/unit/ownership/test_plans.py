@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -303,3 +304,40 @@ def test_a_reduction_never_waits_for_a_boundary_that_waits_for_it(prefetch: int)
             if kind == "reduce" and last >= boundary.backward:
                 assert place >= due  # not forced by entering a boundary before its own backward is over
         assert due <= schedule.ahead[boundary.index]
+
+
+def test_a_boundary_that_is_never_called_is_refused() -> None:
+    """Containers have no forward, and attention reads the weight of its out_proj without calling it."""
+    blocks = nn.ModuleDict({"list": nn.ModuleList([nn.Linear(2, 2)]), "attention": nn.MultiheadAttention(2, 1)})
+    for kind, match in (
+        (nn.ModuleList, r"list\.0\.weight: has its boundary, by hook_boundary_predicate, at list, a ModuleList"),
+        (nn.modules.linear.NonDynamicallyQuantizableLinear, r"attention\.out_proj\.weight: .* at attention\.out_proj"),
+        (
+            nn.ModuleDict,
+            r"has its boundary, by hook_boundary_predicate, at the model, a ModuleDict that is never called",
+        ),
+    ):
+        uses = {name: [name] for name, _ in blocks.named_parameters()}
+        if kind is nn.ModuleList:
+            uses = {name: raw for name, raw in uses.items() if name.startswith("list")}
+        elif kind is not nn.ModuleDict:
+            uses = {name: raw for name, raw in uses.items() if "out_proj" in name}
+        with pytest.raises(OwnershipError, match=match):
+            find_boundaries(blocks, uses, partial(_is, kind))
+
+
+def _is(kind: type[nn.Module], module: nn.Module) -> bool:
+    return isinstance(module, kind)
+
+
+class Called(nn.ModuleList):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            hidden = layer(hidden)
+        return hidden
+
+
+def test_a_container_with_a_forward_may_be_a_boundary() -> None:
+    model = nn.Sequential(Called([nn.Linear(2, 2)]))
+    found = find_boundaries(model, _uses(model), lambda module: isinstance(module, Called))
+    assert [boundary.name for boundary in found.entries] == ["0"]
