@@ -286,21 +286,28 @@ def test_direct_access_to_weights(ranks2: RankPool) -> None:
 
 class Failing(Block):
     def forward(self, hidden: Tensor, *, scale: Tensor | None = None) -> Tensor:
-        if self.fails:
+        if self.fails == "forward":
             raise ValueError("this rank leaves the step")
-        return super().forward(hidden, scale=scale)
+        output = super().forward(hidden, scale=scale)
+        if self.fails == "backward":
+            output.register_hook(_leave)
+        return output
 
-    fails = False
+    fails = ""
 
 
-def _set_failing(model: Odd, fails: bool) -> None:
+def _leave(grad: Tensor) -> None:
+    raise ValueError("this rank leaves the step")
+
+
+def _set_failing(model: Odd, fails: str) -> None:
     block = model.layers[1]
     assert isinstance(block, Failing)
     block.fails = fails
 
 
-def _leaving(rank: int, world_size: int) -> str:
-    """Rank 0 raises in its second block's forward; rank 1 must not hang past the group's timeout."""
+def _leaving(rank: int, world_size: int, where: str) -> str:
+    """Rank 0 raises in its second block's forward or backward; rank 1 must not hang past the group's timeout."""
     group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=3))
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
     torch.manual_seed(0)
@@ -310,7 +317,7 @@ def _leaving(rank: int, world_size: int) -> str:
     dedicated(model, mesh, param_policy={"defaults": {"route": "adamw"}})
     model(torch.randn(2, 16)).sum().backward()
     assert_nothing_but_homes(model)
-    _set_failing(model, rank == 0)
+    _set_failing(model, where if rank == 0 else "")
     try:
         for _ in range(3):
             model(torch.randn(2, 16)).sum().backward()
@@ -321,9 +328,10 @@ def _leaving(rank: int, world_size: int) -> str:
     return "went on"
 
 
-def test_a_rank_that_leaves_a_step_does_not_hang_the_others() -> None:
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_rank_that_leaves_a_step_does_not_hang_the_others(where: str) -> None:
     with RankPool(2) as pool:
-        first, second = pool.run(_leaving, timeout=40)
+        first, second = pool.run(_leaving, where, timeout=60)
     assert first == "this rank leaves the step"
     assert second.startswith("boundary layers.")
     assert "another rank left the step" in second
@@ -337,10 +345,10 @@ def _recovering(rank: int, world_size: int) -> None:
     for layer in model.layers:
         layer.__class__ = Failing
     hidden = torch.randn(2, 16, dtype=torch.float64)
-    _set_failing(model, True)
+    _set_failing(model, "forward")
     with pytest.raises(ValueError, match="leaves the step"):
         model(hidden)
-    _set_failing(model, False)
+    _set_failing(model, "")
 
     def refuse(grad: Tensor) -> None:
         raise RuntimeError("not this gradient")

@@ -56,7 +56,9 @@ def _train(rank: int, world_size: int, case: dict[str, Any]) -> None:
         caller = DistributedDataParallel(model)
     if "checkpoint" in case:
         use_checkpointing(model, reentrant=case["checkpoint"] == "reentrant")
-    if case.get("compile"):
+    if case.get("compile") == "model":
+        caller = torch.compile(model, backend="aot_eager")  # type: ignore[assignment]
+    elif case.get("compile"):
         for index, layer in enumerate(model.model.layers):
             if case["compile"] == "wrapper":
                 model.model.layers[index] = torch.compile(layer, backend="aot_eager")  # type: ignore[assignment]
@@ -133,6 +135,7 @@ CASES: dict[str, dict[str, Any]] = {
     "DDP for the rest, accumulation under no_sync": {"rest": "ddp", "microbatches": 2, "defer": True, "steps": 5},
     "compiled blocks": {"compile": "module", "steps": 4},
     "compiled blocks, wrapped": {"compile": "wrapper", "steps": 4},
+    "compiled whole": {"compile": "model", "steps": 4},
 }
 
 
