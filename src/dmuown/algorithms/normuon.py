@@ -43,7 +43,7 @@ def neuron_multipliers(batch: MatrixBatch, squares: Tensor) -> Work[Tensor]:
     beta2, epsilon = batch.options["muon_beta2"], batch.options["normalization_epsilon"]
     variances = batch.state["variance_neuron"]
     torch._foreach_lerp_(variances, list((squares / batch.n).unbind(0)), 1 - beta2)
-    factors = 1 / (torch.stack(list(variances)).sqrt() + epsilon)
+    factors: Tensor = 1 / (torch.stack(list(variances)).sqrt() + epsilon)
     before, after = yield from batch.sum_blocks([squares, squares * factors.square()])
     return factors * _norm_ratio(before, after)
 
