@@ -113,9 +113,7 @@ def _owners(rank: int, world_size: int, tp: int, replicas: int) -> dict[str, Any
         }
         parallelize_module(model, mesh["tp"], plan)
     options = DMuonOptions(**OPTIONS)
-    dedicate_params(
-        model, data_parallel, predicate=lambda *_: True, param_policy=options.routes(tensor_parallel=tp > 1)
-    )
+    dedicate_params(model, data_parallel, predicate=lambda *_: True, param_policy=options.routes())
     (groups,) = build_param_groups([model], options.grouping_rules())
     optimizer: Any = options.optimizer_class()(dedicated_param_groups(model, groups), **options.optimizer_options())
     runtime = runtime_of(model)

@@ -12,7 +12,6 @@ import torch
 from dmuown.automodel import options
 from dmuown.automodel.grouping import GroupingRules
 from dmuown.automodel.optimizer_options import OPTIONS_BY_ALGORITHM, MatrixOptions
-from dmuown.automodel.option_checks import parse_policy
 from dmuown.errors import OptionError
 
 if TYPE_CHECKING:
@@ -45,12 +44,6 @@ DEFAULT_POLICY: Mapping[str, Any] = {
         {"role": ["matrix", "expert"], "set": {"route": "muon"}},
         {"role": ["embedding", "head"], "set": {"route": "sharded_adamw"}},
     ],
-}
-
-#: The same under tensor parallelism, which cuts embeddings and heads already: its parts have one owner each.
-TENSOR_PARALLEL_POLICY: Mapping[str, Any] = {
-    "defaults": {"route": "adamw"},
-    "overrides": [{"role": ["matrix", "expert"], "set": {"route": "muon"}}],
 }
 
 
@@ -102,8 +95,7 @@ class DMuonOptions(MatrixOptions):
                 raise OptionError(entry.name, f"is no option of algorithm {self.algorithm!r}", "Leave it out")
             if entry.name in known and (value is not None or entry.name not in _OPTIONAL_HERE):
                 given[entry.name] = value
-        self.default_policy = given.get("param_policy") is None
-        if self.default_policy:
+        if given.get("param_policy") is None:
             given["param_policy"] = DEFAULT_POLICY
         self.chosen: MatrixOptions = chosen(**given)
         for name in given:
@@ -112,12 +104,8 @@ class DMuonOptions(MatrixOptions):
         # Dtypes of computation and of gradients' reduction; the host's parallelizer fills them in.
         self.mixed_precision: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
 
-    def routes(self, *, tensor_parallel: bool = False) -> ParamPolicy:
-        """Return the policy of the runtime: the YAML's, or the default for a model that is cut as said."""
-        if self.default_policy and tensor_parallel:
-            parsed = parse_policy(TENSOR_PARALLEL_POLICY)
-            assert parsed is not None
-            return parsed
+    def routes(self) -> ParamPolicy:
+        """Return the policy of the runtime: the YAML's, or the default."""
         policy: ParamPolicy = self.param_policy
         return policy
 

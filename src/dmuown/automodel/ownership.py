@@ -120,7 +120,7 @@ def build_owned(
             "has sharded the model before DMuonConfig could dedicate it",
             "Use dmuown finetune, or recipe: dmuown.automodel.recipe.FinetuneRecipe",
         )
-    policy = policy_with_precision(options, tensor_parallel=tensor_parallel_size(device_mesh) > 1)
+    policy = policy_with_precision(options)
     dedicate_params(
         model,
         owner_mesh(device_mesh, next(model.parameters()).device.type),
@@ -146,13 +146,6 @@ def owner_mesh(device_mesh: DeviceMesh | None, device: str) -> DeviceMesh:
     return mesh
 
 
-def tensor_parallel_size(device_mesh: DeviceMesh | None) -> int:
-    """Ranks of tensor parallelism in the host's mesh."""
-    if device_mesh is None or "tp" not in (device_mesh.mesh_dim_names or ()):
-        return 1
-    return device_mesh["tp"].size()
-
-
 def adapter_boundaries(model: nn.Module) -> Callable[[nn.Module], bool] | None:
     """Choose hook boundaries for a model with LoRA adapters; None, the runtime's own choice, for one without.
 
@@ -173,9 +166,9 @@ def adapter_boundaries(model: nn.Module) -> Callable[[nn.Module], bool] | None:
     return lambda module: id(module) in chosen and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
-def policy_with_precision(options: DMuonOptions, *, tensor_parallel: bool = False) -> ParamPolicy:
+def policy_with_precision(options: DMuonOptions) -> ParamPolicy:
     """The policy, with the host's mixed precision where it leaves `param_dtype` and `grad_dtype` open."""
-    policy = options.routes(tensor_parallel=tensor_parallel)
+    policy = options.routes()
     compute, reduce = options.mixed_precision
     fields = {"param_dtype": compute, "grad_dtype": reduce}
     given = policy.defaults.given()

@@ -162,7 +162,10 @@ def test_owners_of_tensor_parallel_parts(tmp_path: Path) -> None:
     assert plan.matrices == 28
     rows = {row.pattern: row for row in plan.routes}
     assert rows["model.layers.*.self_attn.o_proj.weight"].split == "one owner, tp x2 cuts axis 1"
-    assert (rows["lm_head.weight"].route, rows["lm_head.weight"].split) == ("adamw", "one owner, tp x2 cuts axis 0")
+    assert (rows["lm_head.weight"].route, rows["lm_head.weight"].split) == (
+        "sharded_adamw",
+        "shards, tp x2 cuts axis 0",
+    )
     assert rows["model.norm.weight"].split == "one owner"
     norms = sum(row.count * math.prod(row.shape) for row in plan.routes if row.role == "norm")
     # Tensor-parallel ranks share everything but norms, which both have.
@@ -180,11 +183,6 @@ def test_owners_that_cannot_be_are_refused_as_at_the_start(tmp_path: Path) -> No
     for size in ("pp", "ep"):
         with pytest.raises(OptionError, match=rf"^distributed\.{size}_size: must be 1 under DMuonConfig, got 2: "):
             planned(tmp_path, config, target, world_size=4, sizes={size: 2})
-    sharded = {"defaults": {"route": "sharded_adamw"}, "overrides": [{"role": "matrix", "set": {"route": "muon"}}]}
-    owned = target | {"param_policy": sharded}
-    with pytest.raises(OptionError, match=r"^optimizer\.param_policy: model\.embed_tokens\.weight is on sharded_adamw"):
-        planned(tmp_path, config, owned, world_size=4, sizes={"tp": 2})
-    assert planned(tmp_path, config, owned, world_size=4).matrices == 28
 
 
 def bucket_bytes(plan: JobPlan) -> list[float]:

@@ -86,9 +86,9 @@ def check_config(
     parameters = model.check_model(document, report, model_config=model_config)
     if not report.has_error("freeze_config"):
         model.check_frozen(document, report, parameters)
-    _check_ownership(document, options, report)
     _check_routes(document, options, parameters, report)
     relations.check_relations(document, report, options, world_size=world_size)
+    _check_ownership(document, options, report)
     if deep and not report.errors:
         from dmuown.automodel.checks.deep import check_with_host
 
@@ -100,6 +100,8 @@ def _check_ownership(document: Document, options: MatrixOptions | None, report: 
     section = document.get("distributed")
     if not isinstance(options, DMuonOptions) or not isinstance(section, Mapping):
         return
+    if report.has_error("distributed.tp_size"):
+        return  # the strategy does not bear it: told already, with the strategy that does
     from dmuown.automodel.ownership import check_sizes
 
     try:
@@ -128,19 +130,6 @@ def _check_routes(
     except ParameterError as error:
         report.error("optimizer.param_policy", f"{error.subject} {error.rule}", error.remedy)
         return
-    if isinstance(options, DMuonOptions) and relations.parallel_size(document, "tp_size") > 1:
-        from dmuown.automodel.planned.ownership import check_cut_once
-        from dmuown.policy.resolve import resolve_routes
-
-        resolution = resolve_routes(
-            {entry.name: entry.parameter for entry in parameters},
-            policy=options.routes(tensor_parallel=True),
-            roles={entry.name: entry.role.value for entry in parameters},
-        )
-        try:
-            check_cut_once(parameters, resolution.routes)
-        except OptionError as error:
-            report.raised(error)
 
 
 def _check_host(report: Report) -> None:

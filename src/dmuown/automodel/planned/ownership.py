@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from dmuown.automodel.planned.cluster import tensor_parallel_axis
-from dmuown.errors import OptionError
 from dmuown.ownership.assignment import Item, assign_owners
 from dmuown.ownership.boundaries import Boundary
 from dmuown.ownership.plan import Entry, OwnershipPlan, build_plan, shard_rows
@@ -109,21 +107,6 @@ def plan_ownership(
         for rank in range(ranks):
             held[rank] += max(0, min(rows, part.shape[0] - rows * rank)) * rest * master
     return OwnershipRanks(plan, held, _moved(plan), owned)
-
-
-def check_cut_once(entries: Sequence[ParameterRole], routes: Mapping[str, ResolvedRoute]) -> None:
-    """Refuse shards of what tensor parallelism cuts already, as `dedicate_params` does.
-
-    Raises:
-        OptionError: A parameter on `sharded_adamw` that the host's plan of tensor parallelism cuts.
-    """
-    for entry in entries:
-        if routes[entry.name].route == "sharded_adamw" and tensor_parallel_axis(entry) is not None:
-            raise OptionError(
-                "optimizer.param_policy",
-                f"{entry.name} is on sharded_adamw, and tensor parallelism cuts it already",
-                "Use route adamw for it",
-            )
 
 
 def _moved(plan: OwnershipPlan) -> list[float]:

@@ -17,7 +17,7 @@ from dmuown.automodel.planned.cluster import Cluster, place, place_tensor_parall
 from dmuown.automodel.planned.exchange import BucketPlan, local_numel, plan_exchange, state_bytes
 from dmuown.automodel.planned.memory import RankBytes
 from dmuown.automodel.planned.model import PlannedModel
-from dmuown.automodel.planned.ownership import OwnershipRanks, check_cut_once, plan_ownership
+from dmuown.automodel.planned.ownership import OwnershipRanks, plan_ownership
 from dmuown.automodel.planned.routes import RouteRow, route_rows
 from dmuown.ownership.plan import shard_rows
 from dmuown.policy.resolve import ResolvedRoute, resolve_routes
@@ -78,7 +78,7 @@ def plan_stage(
     policy = options.param_policy
     owned = isinstance(options, DMuonOptions)
     if isinstance(options, DMuonOptions):
-        policy = options.routes(tensor_parallel=cluster.tp > 1)
+        policy = options.routes()
     routes: Mapping[str, ResolvedRoute] = {}
     if policy is not None:
         routes = resolve_routes(
@@ -133,8 +133,6 @@ def _sharded(stage: _Stage, placed: Mapping[str, Tensor], plan: StagePlan) -> No
 def _owned(stage: _Stage, options: DMuonOptions, plan: StagePlan) -> None:
     """Owners, each of which is the tensor-parallel ranks of one data-parallel place."""
     cluster, model, found, settings = stage.cluster, stage.model, plan.ranks, stage.settings
-    if cluster.tp > 1:
-        check_cut_once(stage.entries, stage.routes)
     held = {
         entry.name: place_tensor_parallel(
             entry, cluster, stage.routes[entry.name].master_dtype or model.dtype_of(entry.name)
@@ -170,7 +168,8 @@ def _owned(stage: _Stage, options: DMuonOptions, plan: StagePlan) -> None:
     for name, group in stage.group_of.items():
         if stage.routes[name].route != "sharded_adamw":
             continue
-        tensor, kept = held[name], stage.routes[name].optim_dtype
+        kept, tensor = stage.routes[name].optim_dtype, held[name]
+        tensor = getattr(tensor, "_local_tensor", tensor)
         part = shard_rows(tensor.shape[0], cluster.data_parallel)
         for rank in range(cluster.stage_size):
             rows = max(0, min(part, tensor.shape[0] - part * (rank // cluster.tp)))
