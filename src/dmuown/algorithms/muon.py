@@ -40,6 +40,7 @@ class MuonRow(MuonAlgorithm):
         "adjust_lr": "spectral_norm",
         "cautious_wd": False,
         "scheme": "polar_express",
+        "coefficients": "polar_express_1.02",  # Dion's
     }
 
     def check_options(self, options: Mapping[str, Any]) -> None:

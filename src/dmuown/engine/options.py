@@ -174,9 +174,11 @@ def complete_group(group: dict[str, Any], where: str, class_defaults: Mapping[st
         if isinstance(algorithm, MuonAlgorithm) and algorithm.updates_whole_tensors():
             shared = (frozenset(known) | WHOLE_TENSOR_OPTIONS) - type(algorithm).options.keys() - {"algorithm"}
         class_defaults = {key: value for key, value in class_defaults.items() if key in shared}
-    if "scheme" in group:
-        class_defaults.pop("coefficients", None)  # which belong to the optimizer's scheme
-    for key, default in {**known, **own, **class_defaults}.items():
+    defaults = {**known, **own, **class_defaults}
+    for given in (class_defaults, group):
+        if "scheme" in given and "coefficients" in known:  # coefficients belong to the scheme they were chosen with
+            defaults["coefficients"] = given.get("coefficients")
+    for key, default in defaults.items():
         group.setdefault(key, default)
     validate_group(group, where)
     return algorithm

@@ -246,6 +246,20 @@ def test_groups_of_another_algorithm_keep_that_algorithms_defaults() -> None:
     assert (muown["nesterov"], muown["scheme"], muown["lr"]) == (True, "newton_schulz", 0.5)
 
 
+@pytest.mark.parametrize("owner", OPTIMIZERS)
+def test_an_algorithm_orthogonalizes_alike_in_every_optimizer(owner: Callable[..., Any]) -> None:
+    """A `normuon` group of a Muon took Polar Express with 1.01 where NorMuon itself takes 1.02."""
+    names = ["muon", "normuon", "muown", "normuown", "angular_muown"]
+    groups = [{"params": [nn.Parameter(torch.ones(2, 2))], "algorithm": name, "weight_decay": 0} for name in names]
+    mixed = owner(groups, lr=0.1)
+    by_group = {bucket.group_index: bucket.orthogonalizer for bucket in mixed.plan.buckets}
+    for own in OPTIMIZERS:
+        single = own([nn.Parameter(torch.ones(2, 2))], lr=0.1)
+        alone = single.plan.buckets[0].orthogonalizer
+        found = by_group[names.index(single.param_groups[0]["algorithm"])]
+        assert (found.scheme, found.coefficients, found.steps) == (alone.scheme, alone.coefficients, alone.steps)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_reset_parameter_goes_on_as_if_just_built(optimizer: Callable[..., Any], precision: str) -> None:
