@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import dmuown
+from dmuown.engine import planning
 from dmuown.errors import LayoutError, ParameterError, PlanMismatchError
 from tests.distributed.harness import RankPool, run_ranks
 from tests.distributed.sharding import (
@@ -23,6 +24,7 @@ from tests.distributed.sharding import (
     assert_sharded_equals_whole,
     build_mesh,
     local,
+    parameters,
     train_sharded,
     train_whole,
 )
@@ -217,3 +219,40 @@ def replicated_buffer(rank: int, world_size: int) -> bool:
 
 def test_row_state_is_sharded_as_rows_are(ranks4: RankPool) -> None:
     assert ranks4.run(replicated_buffer) == [True] * 4
+
+
+def add_unlike_groups(rank: int, world_size: int) -> tuple[int, int, bool]:
+    layout = on(LINE["rows"], 2)
+    run = Run(layout, ("muown",))
+    optimizer = run.optimizer(layout.distribute)
+    added = torch.nn.Parameter(layout.distribute(run.whole(0, 9)))
+    with pytest.raises(PlanMismatchError):
+        optimizer.add_param_group({"params": [("late", added)], "lr": 0.1 * (rank + 1)})
+    counts = len(optimizer.param_groups), len(optimizer.records)
+    for param in parameters(optimizer):
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.add_param_group({"params": [("late", added)]})
+    return *counts, added in optimizer.state
+
+
+def test_a_group_that_ranks_disagree_on_is_not_added(ranks2: RankPool) -> None:
+    """It stayed in the optimizer, outside of the plan: its parameters were never stepped."""
+    assert ranks2.run(add_unlike_groups) == [(1, 1, True)] * 2
+
+
+def build_with_ranks_that_stay_away(rank: int, world_size: int) -> str:
+    def timed_out(*arguments: Any) -> None:
+        raise RuntimeError("Timed out waiting 1800000ms for recv operation to complete")
+
+    vars(planning)["first_difference"] = timed_out
+    param = torch.nn.Parameter(on(LINE["rows"], 2).distribute(torch.ones(12, 20)))
+    with pytest.raises(PlanMismatchError) as caught:
+        dmuown.Muon([("w", param)])
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_to_compare_is_an_error_that_names_the_parameter() -> None:
+    """With another mesh, or a plain tensor, on one rank, the others wait for it until their group's timeout."""
+    for message in run_ranks(2, build_with_ranks_that_stay_away):
+        assert message.startswith("w: not all of its ranks [0, 1] came to compare it: Timed out")

@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 from dmuown._version import __version__
 from dmuown.checkpoint.archive import Archive
 from dmuown.checkpoint.flat import unflatten
-from dmuown.checkpoint.folder import begin, check_complete, commit, locate, write_synced
+from dmuown.checkpoint.folder import EXTRA, begin, check_complete, commit, locate, write_synced
 from dmuown.checkpoint.names import as_optimizers
-from dmuown.checkpoint.reader import NO_GROUP_WARNING, check_plain, load_plain
+from dmuown.checkpoint.reader import NO_GROUP_WARNING, check_plain, load_plain, plain_numbers
 from dmuown.checkpoint.state_dicts import (
     check_model_state,
     check_optimizer_state,
@@ -37,7 +37,7 @@ from dmuown.engine.matching import resolve_name
 from dmuown.engine.state_version import STATE_VERSION
 from dmuown.errors import CheckpointError
 
-_MODEL, _OPTIMIZER, _EXTRA = "model", "optimizer", "extra.pt"
+_MODEL, _OPTIMIZER = "model", "optimizer"
 
 
 def save_checkpoint(
@@ -51,25 +51,30 @@ def save_checkpoint(
     """Save a model, its optimizers and plain values, each rank its own shards.
 
     Collective. The folder is replaced only when everything is on disk: a process killed in the middle
-    leaves the checkpoint that was there usable.
+    leaves the checkpoint that was there usable. Only an empty folder or a checkpoint is ever replaced.
 
     Args:
-        folder: Checkpoint to write or replace, on a file system that all ranks share.
+        folder: Checkpoint to write or replace, on a file system that all ranks share; a folder of its own.
         model: Its parameters and buffers; needed also to name the optimizers' parameters.
         optimizers: One or several.
         extra: Plain values that are equal on all ranks, such as a scheduler's state dict; rank 0's are written.
         process_group: Ranks that save; the default group.
 
     Raises:
-        CheckpointError: On all ranks: `extra` holds something else, or writing failed.
+        CheckpointError: Optimizers without a model. On all ranks: `extra` holds something else, the folder holds
+            something else than a checkpoint, or writing failed.
     """
     folder = Path(folder).absolute()
     check_plain(dict(extra or {}), "extra")
+    stepped = as_optimizers(optimizers)
+    if stepped and model is None:
+        raise CheckpointError("model", "is needed to name the parameters of optimizers", "Pass the model as well")
     state_dict: dict[str, Any] = {}
     if model is not None:
         state_dict[_MODEL] = get_model_state_dict(model)
-        if as_optimizers(optimizers):
-            state_dict[_OPTIMIZER] = get_optimizer_state_dict(model, optimizers)
+        if stepped:
+            state_dict[_OPTIMIZER] = plain_numbers(get_optimizer_state_dict(model, stepped))
+    extra = None if extra is None else plain_numbers(dict(extra))
     saving: Path = _on_first_rank(lambda: begin(folder), process_group)
     try:
         with warnings.catch_warnings():
@@ -87,7 +92,7 @@ def save_checkpoint(
         if extra is not None:
             stream = io.BytesIO()
             torch.save(dict(extra), stream)
-            write_synced(saving / _EXTRA, stream.getvalue())
+            write_synced(saving / EXTRA, stream.getvalue())
         world_size = dist.get_world_size(process_group) if dist.is_initialized() else 1
         commit(folder, {"dmuown": __version__, "torch": str(torch.__version__), "world_size": world_size})
 
@@ -126,7 +131,7 @@ def load_checkpoint(
     folder = _checked_folder(folder, require_complete)
     optimizers = as_optimizers(optimizers)
     archive = Archive(folder)
-    extra = load_plain(folder / _EXTRA, str(folder / _EXTRA)) if (folder / _EXTRA).exists() else {}
+    extra = load_plain(folder / EXTRA, str(folder / EXTRA)) if (folder / EXTRA).exists() else {}
     targets: dict[str, Tensor] = {}
     model_state: dict[str, Any] = {}
     if model is not None:

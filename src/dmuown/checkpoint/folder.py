@@ -3,10 +3,12 @@
 A save writes beside the old checkpoint, into `.NAME.saving`, and ends with a marker that lists every
 file and its size. Only then the old folder moves to `.NAME.previous`, the new one takes its name, and
 the old one goes. Killed at any point, `locate` finds a complete checkpoint: the old or the new one.
+Only an empty folder or a checkpoint is ever replaced: a save into anything else is refused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -17,6 +19,9 @@ from dmuown.errors import CheckpointError
 
 #: Written last; a folder without it was not finished.
 MARKER = "complete.json"
+
+#: Holds the plain values beside the tensors.
+EXTRA = "extra.pt"
 
 
 def saving_folder(folder: Path) -> Path:
@@ -30,8 +35,16 @@ def previous_folder(folder: Path) -> Path:
 
 
 def begin(folder: Path) -> Path:
-    """Finish or clear what a killed save left behind, and return an empty folder to save into."""
+    """Finish or clear what a killed save left behind, and return an empty folder to save into.
+
+    Raises:
+        CheckpointError: `folder`, or what lies under the names of an unfinished save, holds something else than a
+            checkpoint; nothing has been changed then.
+    """
     saving, previous = saving_folder(folder), previous_folder(folder)
+    _check_replaceable(folder, finished=True)
+    for unfinished in (saving, previous):
+        _check_replaceable(unfinished, finished=False)
     if not folder.exists() and (saving / MARKER).exists():
         saving.replace(folder)
     if not folder.exists() and previous.exists():
@@ -41,6 +54,32 @@ def begin(folder: Path) -> Path:
             shutil.rmtree(leftover)
     saving.mkdir(parents=True)
     return saving
+
+
+def _check_replaceable(folder: Path, *, finished: bool) -> None:
+    """Refuse to replace what is neither absent, nor empty, nor a checkpoint; with its marker, where it was finished."""
+    if not os.path.lexists(folder):
+        return
+    if folder.is_symlink() or not folder.is_dir():
+        raise CheckpointError(str(folder), "is no folder, and would be replaced by one", "Choose another path")
+    names = sorted(entry.name for entry in folder.iterdir())
+    listed = set()
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        listed = set(json.loads((folder / MARKER).read_bytes())["files"])
+    strange = [name for name in names if name not in listed and not _is_written_by_a_save(folder / name)]
+    if names and finished and MARKER not in names:
+        strange = names
+    if strange:
+        raise CheckpointError(
+            str(folder),
+            f"holds {strange[0]!r}, which is no part of a checkpoint of dmuown, and would be replaced with it",
+            "Choose a folder of the checkpoint's own",
+        )
+
+
+def _is_written_by_a_save(file: Path) -> bool:
+    known = file.suffix == ".distcp" or file.name in (MARKER, EXTRA, ".metadata", ".metadata.tmp")
+    return known and file.is_file() and not file.is_symlink()
 
 
 def commit(folder: Path, details: dict[str, Any]) -> None:

@@ -38,7 +38,7 @@ def parameter_fqns(model: nn.Module) -> dict[Tensor, str]:
 
 
 def as_optimizers(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
-    """Return a list of optimizers, whether one or several were passed."""
+    """Return a list of optimizers, whether one or several were passed; a generator's once."""
     return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
 
 

@@ -85,6 +85,17 @@ def check_plain(value: Any, where: str) -> None:
         raise CheckpointError(where, f"is a {type(value).__name__}, not a plain Python value", "Save plain values only")
 
 
+def plain_numbers(value: Any) -> Any:
+    """Return a value with NumPy's numbers (which subclass Python's) as Python's own, in containers too."""
+    if isinstance(value, dict):
+        return {key: plain_numbers(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(plain_numbers(item) for item in value)
+    if isinstance(value, (float, int)) and type(value) not in (float, int, bool):
+        return float(value) if isinstance(value, float) else int(value)
+    return value
+
+
 def load_plain(stream: Any, where: str) -> Any:
     """Load one value that `torch.save` wrote, with nothing but plain values in it.
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuown.engine.layout import local_tensor
-from dmuown.errors import LayoutError, OptionError
+from dmuown.engine.records import ParamRecord
+from dmuown.errors import GradientError, LayoutError, OptionError
 
 
 def check_capturable(group: Mapping[str, Any], where: str) -> None:
@@ -37,15 +38,15 @@ def check_capturable(group: Mapping[str, Any], where: str) -> None:
         )
 
 
-def hold_lr(group: dict[str, Any], held: Tensor | None = None) -> None:
+def hold_lr(group: dict[str, Any], device: torch.device, held: Tensor | None = None) -> None:
     """Make the learning rate of a capturable group a tensor where its parameters are, in place.
 
     Args:
         group: A complete group. An fp32 tensor that is there already stays the caller's own.
+        device: Where its parameters are.
         held: The tensor that the group had, which a captured step reads; a scheduler has put a number in its place.
     """
     lr = group["lr"]
-    device = local_tensor(group["params"][0]).device
     if isinstance(lr, Tensor) and lr.dim() == 0 and lr.dtype == torch.float32 and lr.device == device:
         return
     if held is None or held.device != device:
@@ -53,39 +54,60 @@ def hold_lr(group: dict[str, Any], held: Tensor | None = None) -> None:
     group["lr"] = held.copy_(lr.reshape(())) if isinstance(lr, Tensor) else held.fill_(lr)
 
 
-def hold_lrs(groups: Sequence[dict[str, Any]], held: dict[int, Tensor]) -> None:
+def hold_lrs(records: Sequence[ParamRecord], groups: Sequence[dict[str, Any]], held: dict[int, Tensor]) -> None:
     """Put numbers that schedulers wrote back into the tensors of capturable groups.
 
     Args:
+        records: Parameters that this rank steps; a group without any has nothing to hold.
         groups: The optimizer's.
         held: Tensors by index of the group; updated in place.
     """
-    for index, group in enumerate(groups):
-        if group["capturable"]:
-            hold_lr(group, held.get(index))
-            held[index] = group["lr"]
+    if not any(group["capturable"] for group in groups):
+        return
+    devices = {record.group_index: local_tensor(record.param).device for record in records}
+    for index, device in devices.items():
+        if groups[index]["capturable"]:
+            hold_lr(groups[index], device, held.get(index))
+            held[index] = groups[index]["lr"]
 
 
-def check_capture(groups: Sequence[Mapping[str, Any]]) -> None:
+def check_capture(records: Sequence[ParamRecord], groups: Sequence[Mapping[str, Any]], nonfinite: str) -> None:
     """While a CUDA graph records, refuse a step whose replays would go wrong in silence.
 
+    Args:
+        records: Parameters that this rank steps.
+        groups: The optimizer's.
+        nonfinite: What it does about gradients that are not finite.
+
     Raises:
-        OptionError: A learning rate that the graph would freeze.
+        OptionError: A learning rate that the graph would freeze, or a `nonfinite` that waits for the card.
+        GradientError: A parameter without a gradient: no replay would ever step it.
         LayoutError: A sharded parameter: ranks agree on their gradients through the host in every step.
     """
     if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return
-    for index, group in enumerate(groups):
+    if nonfinite != "propagate":
+        raise OptionError("nonfinite", f"must be 'propagate' in a graph, got {nonfinite!r}: others wait for the card")
+    for record in records:
+        group = groups[record.group_index]
         if not isinstance(group["lr"], Tensor):
+            remedy = "Set capturable=True, or use dmuown.capture(optimizer)"
+            if group["capturable"]:
+                remedy = "Step once before recording, or write the tensor in place with fill_()"
             raise OptionError(
-                f"param group {index}: lr",
+                f"param group {record.group_index}: lr",
                 f"is the number {group['lr']}, which the graph being recorded would keep",
-                "Set capturable=True, or use dmuown.capture(optimizer)",
+                remedy,
             )
-        for param in group["params"]:
-            if isinstance(param, DTensor) and param.device_mesh.size() > 1:
-                raise LayoutError(
-                    f"param group {index}",
-                    "is sharded: ranks agree on their gradients through the host in every step",
-                    "Step the optimizer outside of the graph",
-                )
+        if isinstance(record.param, DTensor) and record.param.device_mesh.size() > 1:
+            raise LayoutError(
+                record.name,
+                "is sharded: ranks agree on their gradients through the host in every step",
+                "Step the optimizer outside of the graph",
+            )
+        if record.param.grad is None:
+            raise GradientError(
+                record.name,
+                "has no gradient, and replays of the graph being recorded would never step it",
+                "Freeze it out of the optimizer, or record after a backward that reaches it",
+            )

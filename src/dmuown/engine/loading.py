@@ -231,6 +231,8 @@ def _same_layout(one: DTensor, other: DTensor) -> bool:
 def _merged_group(group: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Values that a group takes from the checkpoint, validated as the group they will make."""
     values = {key: value for key, value in saved.items() if key not in KEPT_KEYS}
+    if "scheme" in values and "coefficients" in group:
+        values.setdefault("coefficients", None)  # which belong to the scheme that they were saved with
     merged = {**group, **values}
     for key in _STORAGE_OPTIONS:
         if key in group and merged[key] != group[key]:

@@ -40,6 +40,7 @@ from dmuown.engine.records import (
 from dmuown.engine.state import add_missing_buffers
 from dmuown.engine.whole import update_whole
 from dmuown.errors import OptionError, OptionTypeError, ParameterError
+from dmuown.ownership.away import AwayParameter
 from dmuown.ownership.record import dedications
 from dmuown.state.working import WorkingSet, compute_device, finish_copies
 
@@ -111,7 +112,9 @@ class MuonEngine(_MuonBase):
 
             # A dedicated model: this rank steps what it owns, whole matrices and shards alike.
             params = dedicated_param_groups(params, algorithm=str(self._class_defaults["algorithm"]))
-        groups = split_by_optim_dtype(as_groups(params))
+        groups = as_groups(params)
+        if "optim_dtype" not in self._class_defaults:  # an argument is the user's own word, as a group's key is
+            groups = split_by_optim_dtype(groups)
         if not partial:
             check_complete(groups)
         self._dedications = dedications()
@@ -160,8 +163,8 @@ class MuonEngine(_MuonBase):
         self._check_unused(records)
         if names:
             group["params"] = list(zip(names, tensors, strict=True))
-        if group["capturable"]:
-            hold_lr(group)
+        if group["capturable"] and records:
+            hold_lr(group, local_tensor(records[0].param).device)
         self._records += records
         self._record_of.update({record.param: record for record in records})
         try:
@@ -170,11 +173,22 @@ class MuonEngine(_MuonBase):
             self._forget(records)
             raise
         if self._complete:
+            self._join(records)
+
+    def _join(self, records: list[ParamRecord]) -> None:
+        """Give parameters that were added later their state and a plan; all of it or nothing."""
+        try:
             for record in records:
                 self._get_or_initialize_state(record.param, record.algorithm.name)
             self._make_plan()
-            rows.initialize(self._plan_now(), self.state, {record.param for record in records})
-            warn_of_narrow_storage(records)
+        except BaseException:
+            self.param_groups.pop()
+            for record in records:
+                self.state.pop(record.param, None)
+            self._forget(records)
+            raise
+        rows.initialize(self._plan_now(), self.state, {record.param for record in records})
+        warn_of_narrow_storage(records)
 
     @property
     def records(self) -> list[ParamRecord]:
@@ -197,6 +211,13 @@ class MuonEngine(_MuonBase):
                     "Pass every parameter once (tied weights share one parameter)",
                 )
             seen[record.param] = record
+        known = {record.name for record in self._records}
+        for record in records:
+            if record.name in known:
+                raise ParameterError(
+                    record.name, "names two parameters", "Give each its own name: checkpoints go by them"
+                )
+            known.add(record.name)
 
     @torch.no_grad()
     def _get_or_initialize_state(self, param: Tensor, algo: str) -> dict[str, Any]:
@@ -238,8 +259,8 @@ class MuonEngine(_MuonBase):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        check_capture(self.param_groups)
-        hold_lrs(self.param_groups, self._held_lrs)
+        check_capture(self._records, self.param_groups, self._nonfinite)
+        hold_lrs(self._records, self.param_groups, self._held_lrs)
         plan = self._plan_now()
         self._verify_rows(plan)
         maximize = [self.param_groups[record.group_index]["maximize"] for record in self._records]
@@ -352,8 +373,9 @@ class MuonEngine(_MuonBase):
         """Start parameters afresh, in place: as if the optimizer had just been built with their present weights.
 
         For weights that are given to a new use, such as an adapter's slot: what their old use left in momentum,
-        variances and step counters would move them. Call it on every rank. Groups, and with them the learning
-        rate and the count of steps that schedules go by, stay as they are.
+        variances and step counters would move them. Call it on every rank; of dedicated parameters, owners reset
+        what they own. Groups, and with them the learning rate and the count of steps that schedules go by, stay as
+        they are.
 
         Args:
             params: Parameters of this optimizer; None for all.
@@ -361,7 +383,8 @@ class MuonEngine(_MuonBase):
         Raises:
             ParameterError: A parameter that this optimizer does not hold; nothing has been changed then.
         """
-        chosen = list(self._record_of if params is None else params)
+        given = self._record_of if params is None else params
+        chosen = [param for param in given if not isinstance(param, AwayParameter)]
         for index, param in enumerate(chosen):
             if param not in self._record_of:
                 raise ParameterError(f"params[{index}]", "is not a parameter of this optimizer")

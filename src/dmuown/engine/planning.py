@@ -265,7 +265,14 @@ def _compare(records: Sequence[ParamRecord], groups: Sequence[Mapping[str, Any]]
     for audience, indices in audiences(record.param for record in records).items():
         members = [records[index] for index in indices]
         lines = [_describe(record, groups[record.group_index]) for record in members]
-        difference = first_difference(lines, control_group(audience))
+        try:
+            difference = first_difference(lines, control_group(audience))
+        except RuntimeError as error:  # the process group's timeout: some rank is not here
+            raise PlanMismatchError(
+                members[0].name,
+                f"not all of its ranks {list(audience)} came to compare it: {error}",
+                "Build the same model, policy and options on every rank; a parameter has one mesh on all its ranks",
+            ) from error
         if difference is not None:
             name = members[difference.index].name if difference.index < len(members) else "a parameter"
             raise PlanMismatchError(

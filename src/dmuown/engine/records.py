@@ -68,8 +68,16 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     if not items:
         raise ParameterError("params", "is empty", "Check what selected the parameters")
     if isinstance(items, list) and isinstance(items[0], dict):
-        return [dict(group) if isinstance(group, dict) else group for group in items]
+        return [_listed(group) if isinstance(group, dict) else group for group in items]
     return [{"params": items}]
+
+
+def _listed(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A new group, with a list in place of a generator: several look at it before torch does."""
+    params = group.get("params")
+    if params is None or isinstance(params, (Tensor, set, frozenset, str)) or not isinstance(params, Iterable):
+        return dict(group)
+    return {**group, "params": list(params)}
 
 
 def named_tensors(params: Any, where: str) -> tuple[list[Tensor], list[str] | None]:
@@ -183,21 +191,19 @@ def split_by_optim_dtype(groups: Iterable[Any]) -> list[Any]:
     """
     result: list[Any] = []
     for group in groups:
-        if not isinstance(group, dict) or "params" not in group or group.get("optim_dtype") is not None:
-            result.append(group)
-            continue
-        single = isinstance(group["params"], (Tensor, set, frozenset))
-        items = group["params"] if single else list(group["params"])
+        items = group["params"] if isinstance(group, dict) and isinstance(group.get("params"), list) else []
         pieces: dict[torch.dtype | None, list[int]] = {}
-        for index, item in enumerate([] if single else items):
+        for index, item in enumerate(items):
             record = record_of(item[1] if isinstance(item, tuple) else item)
             pieces.setdefault(record.optim_dtype if record is not None else None, []).append(index)
-        if not pieces.keys() - {None}:
-            result.append({**group, "params": items})
+        if not pieces.keys() - {None} or group.get("optim_dtype") is not None:
+            result.append(group)
             continue
         names = group.get("param_names")
         for dtype, indices in pieces.items():
-            piece = {**group, "params": [items[index] for index in indices], "optim_dtype": dtype}
+            piece = {**group, "params": [items[index] for index in indices]}
+            if dtype is not None:  # else the optimizer's own, which a None would stand in the way of
+                piece["optim_dtype"] = dtype
             if names is not None:
                 piece["param_names"] = [names[index] for index in indices]
             result.append(piece)

@@ -110,12 +110,12 @@ class Orthogonalizer:
 
     def _call_function(self, x: Tensor) -> Tensor:
         assert self.function is not None
-        result: object = self.function(x, epsilon=self.epsilon)
+        # A copy: functions of users may work in place, and x may be the momentum.
+        result: object = self.function(x.clone(), epsilon=self.epsilon)
         if not isinstance(result, Tensor) or result.shape != x.shape:
             got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
             raise ParameterError("newton_schulz_func", f"must return a tensor of shape {tuple(x.shape)}, got {got}")
-        # Callers scale the result in place; it must not be the momentum.
-        return result.clone() if result.data_ptr() == x.data_ptr() else result
+        return result
 
     def _orthogonalize(self, x: Tensor) -> Tensor:
         if x.numel() == 0:

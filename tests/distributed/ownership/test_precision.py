@@ -144,3 +144,52 @@ def _some(rank: int, world_size: int) -> None:
 
 def test_groups_of_several_dtypes(ranks2: RankPool) -> None:
     ranks2.run(_some, timeout=180)
+
+
+def _own_dtype(rank: int, world_size: int, wanted: str | None) -> None:
+    """Norms are stored in bf16 with fp32 state by their policy; an argument of the optimizer holds for all alike."""
+    model = build(layers=1)
+    rules = [*POLICY["overrides"], {"name": "norm", "set": {"master_dtype": "bfloat16", "optim_dtype": "float32"}}]
+    dedicated(model, mesh_of(world_size), param_policy={**POLICY, "overrides": rules})
+    optimizer = dmuown.Muown(model, optim_dtype=wanted)
+    groups = [param for group in optimizer.param_groups for param in group["params"]]
+    names = {id(param): name for name, param in model.named_parameters()}
+    expected = torch.float32 if wanted is None else getattr(torch, wanted)
+    checked = 0
+    for param in groups:
+        if param in optimizer.state and "momentum" in optimizer.state[param]:
+            assert _local(optimizer.state[param]["momentum"]).dtype == expected, names[id(param)]
+            checked += 1
+    assert checked
+    assert_nothing_but_homes(model)
+
+
+@pytest.mark.parametrize("wanted", [None, "bfloat16"])
+def test_an_optimizers_own_optim_dtype_holds_for_all_its_parameters(ranks2: RankPool, wanted: str | None) -> None:
+    ranks2.run(_own_dtype, wanted)
+
+
+def _reset(rank: int, world_size: int, all_of_it: bool) -> None:
+    model = build(layers=1)
+    dedicated(model, mesh_of(world_size))
+    optimizer = dmuown.Muown(model, capturable=True)
+    loss_of(model, batch(0, rank)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    chosen = [param for name, param in model.named_parameters() if all_of_it or "q_proj" in name]
+    optimizer.reset_state(None if all_of_it else chosen)
+    owned = {id(param) for param in chosen}
+    for group in optimizer.param_groups:
+        assert isinstance(group["lr"], Tensor) or not any(param in optimizer.state for param in group["params"])
+        for param in group["params"]:
+            if "momentum" in optimizer.state.get(param, {}):
+                assert bool(_local(optimizer.state[param]["momentum"]).any()) is (id(param) not in owned)
+    loss_of(model, batch(1, rank)).backward()
+    optimizer.step()
+    assert_nothing_but_homes(model)
+
+
+@pytest.mark.parametrize("all_of_it", [False, True])
+def test_owners_reset_what_they_own_and_the_others_nothing(ranks2: RankPool, all_of_it: bool) -> None:
+    """The same call on every rank: it was refused where a parameter is away, and the owner went on alone."""
+    ranks2.run(_reset, all_of_it)

@@ -6,6 +6,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -151,6 +152,7 @@ def test_a_truncated_file_is_refused_by_name(tmp_path: Path) -> None:
             dmuown.load_checkpoint(tmp_path / "c", model, optimizer, require_complete=False)
         if name != "__0_0.distcp":
             assert_same(before, tensors(model, optimizer))
+        shutil.rmtree(tmp_path / "c")  # without its marker it would not be replaced
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
@@ -184,6 +186,70 @@ def test_a_failed_write_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: p
     with pytest.raises(CheckpointError, match=r"complete\.json: could not be written: No space left"):
         dmuown.save_checkpoint(tmp_path / "c", model, optimizer, extra={"steps": 2})
     assert dmuown.load_checkpoint(tmp_path / "c", model, optimizer) == {"steps": 1}
+
+
+def everything_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("where", [".", "results", "results/notes.txt", "link", "other tools", "finished, and more"])
+def test_only_an_empty_folder_or_a_checkpoint_is_replaced(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save into a working folder moved it aside, took its name, and deleted all that it held."""
+    model, optimizer, _ = trained(1)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results/notes.txt").write_text("weeks of work")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    (tmp_path / "other tools").mkdir()
+    (tmp_path / "other tools/.metadata").write_bytes(b"theirs")
+    (tmp_path / "other tools/__0_0.distcp").write_bytes(b"theirs")
+    dmuown.save_checkpoint(tmp_path / "finished, and more", model, optimizer)
+    (tmp_path / "finished, and more/remarks.md").write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    before = everything_in(tmp_path)
+    with pytest.raises(CheckpointError, match=r"would be replaced"):
+        dmuown.save_checkpoint(where, model, optimizer)
+    assert everything_in(tmp_path) == before
+    dmuown.save_checkpoint("empty", model, optimizer)
+    dmuown.save_checkpoint("empty", model, optimizer)
+
+
+@pytest.mark.parametrize("name", [".c.saving", ".c.previous"])
+def test_what_is_no_unfinished_save_is_left_alone(name: str, tmp_path: Path) -> None:
+    model, optimizer, _ = trained(1)
+    (tmp_path / name / "mine").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)}: holds 'mine'"):
+        dmuown.save_checkpoint(tmp_path / "c", model, optimizer)
+    assert (tmp_path / name / "mine").is_dir()
+
+
+def test_optimizers_are_saved_from_a_generator_and_not_without_their_model(tmp_path: Path) -> None:
+    model, optimizer, _ = trained(2)
+    saved = [value.clone() for value in tensors(model, optimizer)]
+    dmuown.save_checkpoint(tmp_path / "c", model, (one for one in [optimizer]))
+    other, new, _ = build("muown", seed=1)
+    dmuown.load_checkpoint(tmp_path / "c", other, new)
+    assert_same(saved, tensors(other, new))
+    with pytest.raises(CheckpointError, match="model: is needed to name the parameters of optimizers"):
+        dmuown.save_checkpoint(tmp_path / "d", None, optimizer)
+    assert not (tmp_path / "d").exists()
+
+
+def test_numbers_of_numpy_are_saved_as_pythons(tmp_path: Path) -> None:
+    """They subclass Python's, and name NumPy's classes when pickled, which no safe loader takes."""
+    numpy = pytest.importorskip("numpy", reason="NumPy is not installed")
+    model, optimizer, _ = trained(1)
+    optimizer.param_groups[0]["lr"] = numpy.float64(0.25)  # as a schedule computes it
+    extra = {"loss": numpy.float64(1.5), "all": [numpy.float64(2.0), True, 3]}
+    dmuown.save_checkpoint(tmp_path / "c", model, optimizer, extra=extra)
+    other, new, _ = build("muown", seed=1)
+    assert dmuown.load_checkpoint(tmp_path / "c", other, new) == {"loss": 1.5, "all": [2.0, True, 3]}
+    assert type(new.param_groups[0]["lr"]) is float
+    assert new.param_groups[0]["lr"] == 0.25
+    built = dmuown.Muown([torch.nn.Parameter(torch.ones(2, 2))], lr=numpy.float32(0.5))
+    assert type(built.param_groups[0]["lr"]) is float
 
 
 def test_two_checkpoints_share_no_file(tmp_path: Path) -> None:

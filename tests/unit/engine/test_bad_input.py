@@ -219,3 +219,24 @@ def test_the_angular_schedule(option: str, value: object) -> None:
     with pytest.raises(OptionError, match=f"^AngularMuown: {option}: must be"):
         dmuown.AngularMuown([matrix()], **{option: value})  # type: ignore[arg-type]
     assert dmuown.AngularMuown([matrix()], **{option: "1e0"}).param_groups[0][option] == 1.0  # type: ignore[arg-type]
+
+
+def test_names_are_given_once() -> None:
+    """A checkpoint of two parameters of one name could not be loaded."""
+    with pytest.raises(ParameterError, match="w: names two parameters"):
+        dmuown.Muon([("w", matrix()), ("w", matrix())])
+    optimizer = dmuown.Muon([("w", matrix())])
+    with pytest.raises(ParameterError, match="w: names two parameters"):
+        optimizer.add_param_group({"params": [("w", matrix())]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_function_that_works_in_place_leaves_the_momentum_alone() -> None:
+    def halve(x: torch.Tensor, epsilon: float) -> torch.Tensor:
+        return x.mul_(0.5)
+
+    weight = matrix()
+    optimizer = dmuown.Muon([weight], lr=0.1, mu=0.5, newton_schulz_func=halve)
+    weight.grad = torch.full_like(weight, 2.0)
+    optimizer.step()
+    assert torch.equal(optimizer.state[weight]["momentum"], weight.grad)

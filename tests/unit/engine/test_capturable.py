@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 import dmuown
-from dmuown.engine import capturable
-from dmuown.errors import OptionError
+from dmuown.errors import GradientError, OptionError
 
 CLASSES: dict[str, dict[str, Any]] = {
     "Muon": {},
@@ -192,4 +191,43 @@ def test_a_number_cannot_be_recorded_in_a_graph(monkeypatch: pytest.MonkeyPatch)
     optimizer = build("Muown", params)
     with pytest.raises(OptionError, match=r"^param group 0: lr: is the number 0.03125, .* Set capturable=True"):
         train(params, optimizer, range(1))
-    capturable.check_capture(build("Muown", parameters(), capturable=True).param_groups)
+    params = parameters()
+    held = build("Muown", params, capturable=True)
+    train(params, held, range(1))
+    held.param_groups[1]["lr"] = 0.5  # as a scheduler writes it
+    with pytest.raises(OptionError, match=r"^param group 1: lr: is the number 0.5, .* Step once before recording"):
+        held.step()
+
+
+def test_what_a_graph_would_leave_out_or_wait_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = parameters()
+    optimizer = build("Muown", params, capturable=True)
+    skipping = build("Muown", parameters(), capturable=True, nonfinite="skip")
+    train(params, optimizer, range(1))
+    params[1].grad = None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(GradientError, match=r"^param group 1, parameter 0: has no gradient, and replays"):
+        optimizer.step()
+    with pytest.raises(OptionError, match=r"^nonfinite: must be 'propagate' in a graph, got 'skip'"):
+        skipping.step()
+
+
+@pytest.mark.parametrize("form", ["pairs", "groups of pairs", "param_groups"])
+def test_named_parameters_have_it_too(form: str) -> None:
+    """The rate's device was looked for in the pairs."""
+    results = []
+    for on in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 6, bias=form == "param_groups")
+        groups: Any = model.named_parameters()
+        if form == "groups of pairs":
+            groups = [{"params": groups}]
+        elif form == "param_groups":
+            groups = dmuown.param_groups(model)
+        optimizer = dmuown.Muown(groups, lr=2.0**-5, capturable=on)
+        assert all(isinstance(group["lr"], Tensor) is on for group in optimizer.param_groups)
+        train(list(model.parameters()), optimizer, range(2))
+        results.append(list(model.parameters()))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)

@@ -286,6 +286,16 @@ def test_a_reset_parameter_goes_on_as_if_just_built(optimizer: Callable[..., Any
     assert storage == [value.data_ptr() for state in used.state.values() for value in state.values()]
 
 
+def test_a_groups_generator_is_read_once() -> None:
+    """Several look at a group's parameters before torch does."""
+    for extra in ({}, {"optim_dtype": torch.float32}, {"weight_decay": 0.0}):
+        model = nn.Linear(3, 2, bias=False)
+        optimizer = dmuown.Muon([{"params": model.parameters(), **extra}], lr=0.1)
+        assert [record.param is model.weight for record in optimizer.records] == [True]
+        optimizer = dmuown.Muon([{"params": model.named_parameters(), **extra}], lr=0.1)
+        assert [record.name for record in optimizer.records] == ["weight"]
+
+
 def test_resetting_a_stranger_is_refused_and_changes_nothing() -> None:
     model, optimizer = build(dmuown.Muown)
     train(model, optimizer, range(2))
