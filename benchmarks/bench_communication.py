@@ -2,7 +2,7 @@
 
     python benchmarks/bench_communication.py --ranks 4
 
-Gloo ranks of this machine; counted where torch calls its process groups (`TrafficCounter`), so by nobody's own account.
+Gloo ranks of this machine; counted where torch calls its process groups (`TrafficCounter`), independently of both.
 Buffers in MB: a collective's whole buffer. With `--pairs` also what the kernel says went over each connection between
 the two halves of the ranks, as if each half were a node.
 """

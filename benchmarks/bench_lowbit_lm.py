@@ -162,7 +162,7 @@ def main() -> None:
                 precision=precision,
                 loss=statistics.mean(losses),
                 percent=100 * (statistics.mean(losses) / statistics.mean(base) - 1),
-                worst_percent=100 * max(ratios),
+                worst_percent=100 * max(ratios, key=abs),
             )
 
 

@@ -1,4 +1,4 @@
-"""Low-bit state costs no loss that shows: the tiny model of benchmarks/bench_lowbit_lm.py, storage beside storage."""
+"""What low-bit state costs in loss, on the tiny model of benchmarks/bench_lowbit_lm.py: no more than was measured."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/bench_lowbit_lm.py"
 
-#: Percent of the fp32 run's validation loss, mean of the seeds. Four bits are too few for a sum over some twenty
-#: gradients, and fp8's three bits of mantissa are for Muon: see docs/lab-log.md.
+#: Percent of the fp32 run's validation loss, mean of the seeds: the aim of 0.5, and where it is not met half as much
+#: again as was measured. Four bits are too few for a sum over some twenty gradients, and fp8's three bits of mantissa
+#: are for Muon: see docs/lab-log.md.
 ALLOWED = {
-    "muon": {"bf16": 0.5, "int8": 0.5, "fp8": 1.5, "int4": 10.0},
-    "muown": {"bf16": 0.5, "int8": 0.5, "fp8": 0.5, "int4": 10.0},
+    "muon": {"bf16": 0.5, "int8": 0.5, "fp8": 1.25, "int4": 8.0},
+    "muown": {"bf16": 0.5, "int8": 0.5, "fp8": 0.5, "int4": 7.6},
+    "angular_muown": {"bf16": 1.0, "int8": 0.5, "fp8": 0.5, "int4": 5.2},
 }
 
 

@@ -1,8 +1,12 @@
 """Count what goes over process groups, whoever sends it: this package, FSDP2, DDP or a training loop.
 
-with TrafficCounter() as traffic:
-loss(model).backward()
-print(traffic.bytes, traffic.kinds)
+Used as a context around a forward, backward or step::
+
+    with TrafficCounter() as traffic:
+        loss(model).backward()
+    print(traffic.bytes, traffic.kinds)
+
+Calls are counted where torch's operations dispatch, so independently of what a plan says.
 """
 
 from __future__ import annotations

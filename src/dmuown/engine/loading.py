@@ -216,9 +216,8 @@ def copy_into(target: Tensor, value: Any) -> None:
     whole = value.full_tensor() if isinstance(value, DTensor) else value
     if isinstance(target, DTensor):
         whole = local_part(whole, target.device_mesh, target.placements)
-    local_tensor(target).copy_(
-        whole.reshape(local_tensor(target).shape).contiguous()
-    )  # low-bit tensors are viewed flat
+    # Contiguous, since low-bit tensors are viewed flat.
+    local_tensor(target).copy_(whole.reshape(local_tensor(target).shape).contiguous())
 
 
 def _same_layout(one: DTensor, other: DTensor) -> bool:

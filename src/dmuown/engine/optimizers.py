@@ -127,8 +127,8 @@ class Muon(MuonEngine):
 class NorMuon(Muon):
     """NorMuon (arXiv 2510.05491): Muon whose neurons are normalized by their own second moment.
 
-    `ns_dtype="auto"` is what it is there: float16 on CUDA, bfloat16 on a CPU that multiplies it fast, else float32.
-    Takes Muon's arguments, and `muon_beta2` (0.95), the decay of the neurons' second moments, as a
+    `ns_dtype="auto"` means what it means in Muon: float16 on CUDA, bfloat16 on a CPU that multiplies it fast, else
+    float32. Takes Muon's arguments, and `muon_beta2` (0.95), the decay of the neurons' second moments, as a
     keyword or group key. State adds `variance_neuron`, one fp32 number an output row.
     """
 
@@ -237,8 +237,8 @@ class Muown(MuonEngine):
 class NorMuown(Muown):
     """Muown with NorMuon's neuron normalization of the orthogonalized direction.
 
-    `ns_dtype="auto"` is what it is there: float16 on CUDA, bfloat16 on a CPU that multiplies it fast, else float32.
-    Takes Muown's arguments, and `muon_beta2` (0.95), `normalization_epsilon` (1e-10) and
+    `ns_dtype="auto"` means what it means in Muown: float16 on CUDA, bfloat16 on a CPU that multiplies it fast, else
+    float32. Takes Muown's arguments, and `muon_beta2` (0.95), `normalization_epsilon` (1e-10) and
     `shape_scaling_type`: `"normuon"` 0.2 sqrt(max(1, m/n)), the published default, or `"muon"` 0.2 sqrt(max(m, n)).
     """
 

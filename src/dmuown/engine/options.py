@@ -419,4 +419,5 @@ def checked_number(value: Any, subject: str, rule: str, holds: Callable[[float],
     if not holds(float(value)):
         raise OptionError(subject, f"must be {rule}, got {value!r}")
     # NumPy's numbers are Python's here: a checkpoint that names NumPy's classes is not read back.
-    return value if type(value) is int or type(value) is float else float(value)
+    kind: type = type(value)
+    return value if kind in (int, float) else float(value)

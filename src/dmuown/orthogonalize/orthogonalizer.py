@@ -213,7 +213,8 @@ def resolve_compute_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 where a device multiplies it fast, else float32: what `ns_dtype="auto"` means, but see `auto_dtype`.
 
     That is CUDA with bf16 support, and processors with AMX tiles or AVX512-BF16. Measured on two cores of the latter
-    (AMD EPYC): a step of Muown on SmolLM2's matrices takes 0.6 of the time that it takes in float32.
+    (AMD EPYC): a step of Muown on SmolLM2's matrices takes 0.57 of the time that it takes in float32
+    (`benchmarks/results/cpu_step_2026-11-30.md`).
     """
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32

@@ -122,7 +122,7 @@ def _boundary_of(model: nn.Module, raw: str, name: str, predicate: Callable[[nn.
 
 
 def _check_called(name: str, path: str, module: nn.Module, parent: nn.Module | None) -> None:
-    """Refuse a boundary whose forward never runs: its hooks would not, and the ranks would part."""
+    """Refuse a boundary whose forward never runs: its hooks would not run, and other ranks would wait."""
     no_forward = type(module).forward is nn.Module.forward and "forward" not in vars(module)
     if (isinstance(module, _CONTAINERS) and no_forward) or isinstance(parent, nn.MultiheadAttention):
         raise OwnershipError(

@@ -96,8 +96,10 @@ def owner_group(
     ordered = tuple(dist.get_process_group_ranks(group))
     same = mesh.ndim == 1 and replicate_mesh is None and ordered == ranks
     flat = mesh if same else _flat_mesh(mesh, group)
-    # Without a process group's own order there are no rows and columns.
-    stages = _stages(ranks, mesh, me) if ordered == ranks else None
+    # Without a process group's own order there are no rows and columns. NCCL's own chains follow the machines, and
+    # cross to each replica once as they are; two stages would only make every transfer wait for another.
+    in_stages = ordered == ranks and dist.get_backend(group) == "gloo"
+    stages = _stages(ranks, mesh, me) if in_stages else None
     return OwnerGroup(group, ordered.index(me), ordered, flat, rest, stages, names, _root(mesh))
 
 

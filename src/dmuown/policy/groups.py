@@ -93,7 +93,7 @@ def param_groups(
     if auto_split:
         _check_splittable(model)
     elif per_head:
-        raise OptionError("per_head", "is a way of auto_split", "Set auto_split=True as well")
+        raise OptionError("per_head", "needs auto_split, which finds the heads", "Set auto_split=True as well")
     return _routed_groups(model, policy, functions, algorithm, groups, auto_split, per_head)
 
 

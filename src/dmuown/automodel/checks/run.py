@@ -101,7 +101,7 @@ def _check_ownership(document: Document, options: MatrixOptions | None, report: 
     if not isinstance(options, DMuonOptions) or not isinstance(section, Mapping):
         return
     if report.has_error("distributed.tp_size"):
-        return  # the strategy does not bear it: told already, with the strategy that does
+        return  # reported already, with the strategy to use
     from dmuown.automodel.ownership import check_sizes
 
     try:
@@ -129,7 +129,6 @@ def _check_routes(
                 group_parameters(trained, options.grouping_rules())
     except ParameterError as error:
         report.error("optimizer.param_policy", f"{error.subject} {error.rule}", error.remedy)
-        return
 
 
 def _check_host(report: Report) -> None:
