@@ -7,6 +7,7 @@ whole, its seed included.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -87,17 +88,23 @@ def runs(draw: st.DrawFn, world_size: int) -> Run:
         draw(shape_options(shape)),
     )
     algorithms = tuple(
-        draw(st.lists(st.sampled_from(MATRIX_ALGORITHMS), min_size=1, max_size=3, unique=True))
-        + draw(st.lists(st.sampled_from(ALGORITHMS), max_size=1))
+        dict.fromkeys(
+            draw(st.lists(st.sampled_from(MATRIX_ALGORITHMS), min_size=1, max_size=3, unique=True))
+            + draw(st.lists(st.sampled_from(ALGORITHMS), max_size=1))
+        )
     )
     steps, per_group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     missing = st.sets(st.integers(0, world_size - 1), min_size=1).map(sorted).map(tuple)
     where = st.tuples(st.integers(0, steps - 1), st.integers(0, len(algorithms) * per_group - 1))
+    dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16]))
+    if dtype == torch.float32:
+        # In fp32 near-singular matrices amplify rounding beyond 1e-5; the fixed layouts compare fp32 products.
+        layout = replace(layout, options={**layout.options, "ns_dtype": torch.float64})
     return Run(
         layout,
         algorithms,
         steps=steps,
-        dtype=draw(st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16])),
+        dtype=dtype,
         absent=draw(st.dictionaries(where, missing, max_size=3)),
         options={
             "weight_decay": draw(st.sampled_from([0.0, 0.1])),

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dmuown.engine.gradients import NonFinite
 from dmuown.engine.optimizer import MuonEngine
-from dmuown.errors import OptionError
+from dmuown.errors import OptionError, OptionTypeError
 
 
 class Muon(MuonEngine):
@@ -329,6 +329,9 @@ class AngularMuown(MuonEngine):
 
 def _dion_scheme(polar_express: bool, gram: bool, coefficients: Any) -> tuple[str, Any]:
     """Translate Dion's flags into a scheme and Dion's coefficients of it."""
+    for name, flag in (("use_polar_express", polar_express), ("use_gram_newton_schulz", gram)):
+        if not isinstance(flag, bool):
+            raise OptionTypeError(name, f"must be True or False, got {flag!r}")
     if coefficients is not None:
         raise OptionError("coefficients", "needs `scheme` beside it", "Pass scheme='newton_schulz', for instance")
     if gram:

@@ -150,6 +150,7 @@ def complete_group(group: dict[str, Any], where: str, class_defaults: Mapping[st
         OptionError: An unknown key or a bad value.
         MissingDependencyError: `use_triton` without Triton.
     """
+    _refuse_meaningful(group, where)
     _resolve_aliases(group, where)
     class_defaults = dict(class_defaults)
     _resolve_aliases(class_defaults, where)
@@ -237,7 +238,7 @@ def prefer_aliases(arguments: Mapping[str, Any], signature: Mapping[str, Any], w
         value = resolved.pop(alias)
         # What differs from the signature's default was given by the caller.
         given = canonical in resolved and canonical in signature and resolved[canonical] != signature[canonical]
-        if given and signature[canonical] is not None and resolved[canonical] != value:
+        if given and resolved[canonical] != value:
             raise OptionError(f"{where}: {alias}", f"disagrees with {canonical}, its alias", "Give one of them")
         resolved[canonical] = value
     return resolved
@@ -250,9 +251,17 @@ def check_names(arguments: Mapping[str, Any], where: str) -> None:
         OptionError: With the nearest name.
     """
     known = every_option() | {*ALIASES, *BETA_ALIASES, "is_adamw"}
+    _refuse_meaningful(arguments, where)
     for key in arguments:
         if key not in known and key not in FOREIGN_KEYS:
             _refuse_unknown(key, where, known)
+
+
+def _refuse_meaningful(given: Mapping[str, Any], where: str) -> None:
+    """Refuse keys of torch's optimizers that would change an update, and change none here."""
+    for key, only in MEANINGFUL_KEYS.items():
+        if given.get(key, only) is not only:
+            raise OptionError(f"{where}: {key}", f"is not supported, got {given[key]!r}", "Leave it out")
 
 
 def _resolve_aliases(group: dict[str, Any], where: str) -> None:
@@ -269,6 +278,9 @@ def _resolve_aliases(group: dict[str, Any], where: str) -> None:
             group.setdefault("beta1", betas[0])
             group.setdefault("beta2", betas[1])
 
+
+#: Foreign keys that other optimizers go by, and the only value that means the same here.
+MEANINGFUL_KEYS = {"amsgrad": False, "differentiable": False}
 
 #: What only a model can answer is asked of `dmuown.param_groups`, which writes the answer into groups.
 _OF_THE_MODEL = ("auto_split", "per_head", "param_policy")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 import dmuown
-from dmuown.errors import OptionError
+from dmuown.errors import OptionError, OptionTypeError
 from tests.unit.algorithms.oracles import initial
 
 ALGORITHMS = ("muon", "normuon", "muown", "normuown", "angular_muown")
@@ -99,6 +99,12 @@ def test_contradictions_are_refused() -> None:
         dmuown.Muon([{"params": fresh(), "algorithm": "adamw"}], fused_adam=True, foreach_adam=True)
     with pytest.raises(OptionError, match="amsgrad: is not supported"):
         dmuown.Muon([{"params": fresh(), "algorithm": "adamw", "amsgrad": True}])
+    with pytest.raises(OptionError, match="amsgrad: is not supported, got True"):
+        dmuown.Muon(fresh(), amsgrad=True)
+    with pytest.raises(OptionError, match="orthogonalization_strategy: disagrees with scheme, its alias"):
+        dmuown.Muon(fresh(), scheme="newton_schulz", orthogonalization_strategy="gram")
+    with pytest.raises(OptionTypeError, match="use_polar_express: must be True or False, got 'no'"):
+        dmuown.Muon(fresh(), use_polar_express="no")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="is_adamw: must be True or False, got 'yes'"):
         dmuown.Muon([{"params": fresh(), "algorithm": "adamw", "is_adamw": "yes"}])
     with pytest.raises(OptionError, match="foreach: must be True, False or None, got 'no'"):
