@@ -31,7 +31,11 @@ def check(
         dmuown check run.yaml --world-size 16 && sbatch run.sh
     """
     from dmuown.automodel.checks import check_config
+    from dmuown.automodel.host import require_host
     from dmuown.commands.output import print_json
+
+    if deep:
+        require_host()
 
     found = check_config(config, context.args, world_size=world_size, deep=deep)
     if as_json:

@@ -93,8 +93,8 @@ class MatrixLayout:
             raise ParameterError(
                 name,
                 f"a matrix group takes parameters of at least 2 axes, got shape {tuple(param.shape)}",
-                'Move it to a group with algorithm="adamw"; AutoModel\'s YAML needs a configuration that groups '
-                "parameters, such as _target_: dmuown.automodel.MuonConfig",
+                'Move it to a group with algorithm="adamw", or pass dmuown.param_groups(model), which does; in '
+                "AutoModel's YAML take one of the configurations of dmuown.automodel",
             )
         self.name = name
         self.shape = tuple(param.shape)

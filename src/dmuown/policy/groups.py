@@ -51,11 +51,15 @@ def resolve_model(
     return resolve_routes(params, policy=policy, roles=model_roles(model), **functions)
 
 
+#: Stands for an algorithm until the groups are made.
+_OPTIMIZERS_OWN = "the optimizer's own"
+
+
 def param_groups(
     model: nn.Module,
     policy: ParamPolicy | Mapping[str, Any] | str | None = None,
     *,
-    algorithm: str = "muown",
+    algorithm: str | None = None,
     groups: Iterable[Mapping[str, Any]] | None = None,
     auto_split: bool = False,
     per_head: bool = False,
@@ -67,14 +71,14 @@ def param_groups(
 
     Args:
         model: The model, sharded or not; its trainable parameters are used.
-        policy: The rules; None sends matrices and experts to `algorithm`, and all else to AdamW.
-        algorithm: Algorithm of the parameters on route `muon`.
+        policy: The rules; None sends matrices and experts to route `muon`, and all else to AdamW.
+        algorithm: Algorithm of the parameters on route `muon`; None leaves it to the optimizer that takes the groups.
         groups: The user's own groups, to be split by route; None takes one group of all parameters.
         auto_split: Cut fused weights into their blocks, by the model's config (`dmuown.policy.fused`).
         per_head: With `auto_split`: cut attention's weights, fused or not, into heads instead.
 
     Returns:
-        Groups with `params`, `param_names`, `dmuon_route`, `algorithm` and the user's keys; no empty ones.
+        Groups with `params`, `param_names`, `dmuon_route`, `algorithm` (see there) and the user's keys; no empty ones.
 
     Raises:
         OptionError, ParameterError: The policy is bad, or leaves a vector on `muon`; `per_head` without
@@ -94,7 +98,11 @@ def param_groups(
         _check_splittable(model)
     elif per_head:
         raise OptionError("per_head", "needs auto_split, which finds the heads", "Set auto_split=True as well")
-    return _routed_groups(model, policy, functions, algorithm, groups, auto_split, per_head)
+    found = _routed_groups(model, policy, functions, algorithm or _OPTIMIZERS_OWN, groups, auto_split, per_head)
+    for group in found:
+        if group["algorithm"] == _OPTIMIZERS_OWN:
+            del group["algorithm"]
+    return found
 
 
 def policy_param_groups(

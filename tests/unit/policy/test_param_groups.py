@@ -49,6 +49,23 @@ def test_without_auto_split_nothing_is_cut() -> None:
         assert group.get("matrix_transposed", False) == case.transposed
 
 
+@pytest.mark.parametrize("optimizer", [dmuown.Muon, dmuown.AngularMuown])
+def test_matrices_go_to_the_optimizers_own_algorithm(optimizer: Any) -> None:
+    model = nn.ModuleDict({"embed_tokens": nn.Embedding(5, 4), "layer": nn.Linear(4, 4), "norm": nn.LayerNorm(4)})
+    own = optimizer([nn.Parameter(torch.ones(2, 2))], lr=0.1).param_groups[0]["algorithm"]
+    built = optimizer(dmuown.param_groups(model), lr=0.1)
+    assert {name: group["algorithm"] for group in built.param_groups for name in group["param_names"]} == {
+        "embed_tokens.weight": "adamw",
+        "layer.weight": own,
+        "layer.bias": "adamw",
+        "norm.weight": "adamw",
+        "norm.bias": "adamw",
+    }
+    users = [{"params": [model["layer"].weight], "algorithm": "normuon"}]
+    (group,) = dmuown.param_groups(model, groups=users)
+    assert group["algorithm"] == "normuon"
+
+
 def test_roles_and_storage_go_into_groups() -> None:
     model = tiny("gpt2", n_embd=32, n_head=4, n_layer=1)
     groups = dmuown.param_groups(model, algorithm="normuon")
@@ -118,7 +135,7 @@ def test_what_only_a_model_can_say_is_asked_of_the_model() -> None:
         dmuown.param_groups([weight], auto_split=True)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=r"auto_split: reads .* no module of Linear has one"):
         dmuown.param_groups(nn.Linear(4, 4), auto_split=True)
-    with pytest.raises(OptionError, match="per_head: is a way of auto_split"):
+    with pytest.raises(OptionError, match="per_head: needs auto_split"):
         dmuown.param_groups(model, per_head=True)
     with pytest.raises(OwnershipError, match=r"has no dedicated parameters. Pass dmuown\.param_groups\(model\)"):
         dmuown.Muown(model)

@@ -24,7 +24,7 @@ from dmuown.automodel.checks.sections import (
     TARGET_SECTIONS,
 )
 from dmuown.automodel.checks.targets import Target, describe, find_target, fits
-from dmuown.automodel.dmuon_options import DMuonOptions
+from dmuown.automodel.dmuon_options import DMuonOptions, own_options
 from dmuown.automodel.host import DISTRIBUTION, SUPPORTED, installed_version
 from dmuown.automodel.optimizer_options import MatrixOptions
 from dmuown.errors import OptionError, ParameterError
@@ -338,7 +338,9 @@ def _report_unknown(key: str, value: str, report: Report) -> None:
         installed = importlib.util.find_spec(top) is not None
     except (ImportError, ValueError):
         installed = False
-    if not installed:
+    if not installed and own_options(f"dmuown.automodel.{value}") is not None:
+        report.error(key, f"{value!r} is no full path", f"Write dmuown.automodel.{value}")
+    elif not installed:
         report.error(key, f"{value!r} names a package that is not installed: {top!r}", "Correct it, or install it")
     else:
         report.warning(key, f"{value!r} could not be looked up in the source of {top!r}", "Use --deep to import it")
