@@ -94,7 +94,7 @@ class MatrixLayout:
                 name,
                 f"a matrix group takes parameters of at least 2 axes, got shape {tuple(param.shape)}",
                 'Move it to a group with algorithm="adamw", or pass dmuown.param_groups(model), which does; in '
-                "AutoModel's YAML take one of the configurations of dmuown.automodel",
+                "AutoModel's YAML, a configuration does: _target_: dmuown.automodel.MuonConfig",
             )
         self.name = name
         self.shape = tuple(param.shape)
