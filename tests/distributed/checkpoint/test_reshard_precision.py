@@ -184,6 +184,8 @@ def test_state_moves_between_layouts(
     for algorithm in algorithms:
         start, end, _ = expected[algorithm]
         for key in ("inner.weight", "outer.weight"):
+            # A bf16 weight may round the other way for the last bit of its master, which is what trains.
+            key = f"{key}.master_weight" if f"{key}.master_weight" in end else key
             last = saved[algorithm][1][key]
             movement = (end[key].double() - start[key].double()).norm()
             error = float((last.double() - end[key].double()).norm() / movement)
