@@ -34,9 +34,7 @@ class AdamW(ElementwiseAlgorithm):
     _decoupled: ClassVar[bool] = True
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Refuse AMSGrad, and both kernels at once."""
-        if options["amsgrad"]:
-            raise OptionError("amsgrad", "is not supported", "Use torch.optim.AdamW for these parameters")
+        """Refuse both kernels at once."""
         if options["fused_adam"] and options["foreach_adam"]:
             raise OptionError("fused_adam", "excludes foreach_adam", "Set only one of them")
 

@@ -150,7 +150,6 @@ def complete_group(group: dict[str, Any], where: str, class_defaults: Mapping[st
         OptionError: An unknown key or a bad value.
         MissingDependencyError: `use_triton` without Triton.
     """
-    _refuse_meaningful(group, where)
     _resolve_aliases(group, where)
     class_defaults = dict(class_defaults)
     _resolve_aliases(class_defaults, where)
@@ -201,6 +200,7 @@ def validate_group(group: dict[str, Any], where: str) -> None:
         OptionError: A bad value.
         MissingDependencyError: `use_triton` without Triton.
     """
+    _refuse_meaningful(group, where)
     algorithm = get_algorithm(group["algorithm"])
     _validate(group, where, {**COMMON_OPTIONS, **MATRIX_OPTIONS, **algorithm.all_options()})
     try:
@@ -261,7 +261,9 @@ def _refuse_meaningful(given: Mapping[str, Any], where: str) -> None:
     """Refuse keys of torch's optimizers that would change an update, and change none here."""
     for key, only in MEANINGFUL_KEYS.items():
         if given.get(key, only) is not only:
-            raise OptionError(f"{where}: {key}", f"is not supported, got {given[key]!r}", "Leave it out")
+            raise OptionError(
+                f"{where}: {key}", f"is not supported, got {given[key]!r}", "Leave it out, or use torch's own"
+            )
 
 
 def _resolve_aliases(group: dict[str, Any], where: str) -> None:

@@ -79,14 +79,20 @@ def host_state(values: dict[str, Tensor]) -> dict[str, Any]:
     return flat
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    folder = tmp_path / "epoch_0_step_6"
+def host_folder(parent: Path) -> tuple[Path, dict[str, Tensor]]:
+    """A folder of the host's with a consolidated model and no optimizer yet, and the model's weights."""
+    folder = parent / "epoch_0_step_6"
     consolidated = folder / "model/consolidated"
     consolidated.mkdir(parents=True)
     (consolidated / "config.json").write_text(json.dumps(CONFIG))
     values = weights()
     write_safetensors(consolidated / "model.safetensors", values)
+    return folder, values
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder, values = host_folder(tmp_path)
     (folder / "losses.json").write_text("{}")
     save(host_state(values), checkpoint_id=str(folder / "optim"), no_dist=True)
     recipe = {"optimizer": {"_target_": "dmuown.automodel.MuownConfig", "lr": 1e-3, "weight_decay": 0.1}}

@@ -25,7 +25,7 @@ from tests.reference.normuon import NorMuon as NorMuonOracle
 from tests.unit.checkpoint import dion_training
 from tests.unit.checkpoint.test_dion import DIONS, run
 from tests.unit.checkpoint.test_importers import Net, continued, ours, trained_oracles
-from tests.unit.cli.test_convert import CONFIG, _flat, is_matrix, weights, write_safetensors
+from tests.unit.cli.test_convert import _flat, host_folder, is_matrix, write_safetensors
 
 
 def convert(*arguments: object) -> dict[str, Any]:
@@ -148,12 +148,7 @@ def test_a_file_of_dion(tmp_path: Path, kind: Any, algorithm: str, main: bool) -
 
 def test_a_folder_that_the_host_wrote_with_dion(tmp_path: Path) -> None:
     """The host flattens state and options by name, as for any optimizer, and has a step for each parameter."""
-    folder = tmp_path / "epoch_0_step_6"
-    consolidated = folder / "model/consolidated"
-    consolidated.mkdir(parents=True)
-    (consolidated / "config.json").write_text(json.dumps(CONFIG))
-    values = weights()
-    write_safetensors(consolidated / "model.safetensors", values)
+    folder, values = host_folder(tmp_path)
     matrices, others = dion_groups("muon")
     flat: dict[str, Any] = {"sched.num_steps": 7}
     for index, (name, weight) in enumerate(values.items()):
