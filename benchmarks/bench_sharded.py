@@ -11,12 +11,13 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_step import builders, dion, floor_ms, parameters, state_gib
-from harness import Report, Timing, ceilings, measure, peak_memory
-from shapes import LLAMA_1B_LAYERS
+from bench_step import builders, dion, floor_ms, measure_captured, parameters, state_gib
+from harness import Report, Timing, ceilings, chosen, measure, peak_memory
+from shapes import LAYERS, LLAMA_1B_LAYERS
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import Parameter
@@ -46,8 +47,10 @@ def main() -> None:
     """Run and report from rank 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", help="JSON file")
-    parser.add_argument("--only", default="", help="comma-separated substrings of the names to run")
+    parser.add_argument("--only", default="", help="comma-separated parts of the names to run; =name is exact")
     parser.add_argument("--layers", type=int, default=LLAMA_1B_LAYERS)
+    parser.add_argument("--widths", default="1b", choices=sorted(LAYERS), help="of Llama-1B or 8B")
+    parser.add_argument("--graph", default="", help="also replay the step from a CUDA graph, on so many streams: 1,2,3")
     arguments = parser.parse_args()
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
@@ -57,7 +60,14 @@ def main() -> None:
     world_size, first = dist.get_world_size(), dist.get_rank() == 0
     mesh = init_device_mesh(device.type, (world_size,))
     layers = arguments.layers if cuda else 1
-    report = Report("sharded", device, path=arguments.output if first else None, layers=layers, ranks=world_size)
+    report = Report(
+        "sharded",
+        device,
+        path=arguments.output if first else None,
+        layers=layers,
+        ranks=world_size,
+        widths=arguments.widths,
+    )
     found = {name: build for name, build in builders().items() if "batch_size" not in name}
     for name in [name for name in found if name.startswith("dion")]:
         kind, _, flag = name.removeprefix("dion ").partition(" ")
@@ -65,9 +75,9 @@ def main() -> None:
         found[name] = dion(kind, distributed_mesh=mesh, **{option: True})
     wanted = [part for part in arguments.only.split(",") if part]
     for name, build in found.items():
-        if wanted and not any(part in name for part in wanted):
+        if wanted and not chosen(name, wanted):
             continue
-        whole_matrices, whole_vectors = parameters(device, layers, torch.float32)
+        whole_matrices, whole_vectors = parameters(device, layers, torch.float32, arguments.widths)
         rates = ceilings(device)
         floor = floor_ms(whole_matrices, rates) / world_size
         matrices, vectors = shard(whole_matrices, mesh), shard(whole_vectors, mesh)
@@ -88,6 +98,9 @@ def main() -> None:
                 report.add(name=name, failed=f"{type(reason).__name__}: {reason}"[:200])
             continue
         sent = _sent(optimizers, step)
+        if name.startswith("dmuown") and cuda:
+            for key, value in measure_captured(optimizers[0], device, arguments.graph, floor).items():
+                sent[key] = slowest(value, device) if isinstance(value, Timing) else value
         if first:
             report.add(
                 name=name,
@@ -107,7 +120,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def _sent(optimizers: list[torch.optim.Optimizer], step: Callable[[], None]) -> dict[str, int]:
+def _sent(optimizers: list[torch.optim.Optimizer], step: Callable[[], None]) -> dict[str, Any]:
     """Collectives and bytes of one more step, as our exchange counts them."""
     optimizer = optimizers[0]
     if not isinstance(optimizer, dmuown.Muon | dmuown.Muown | dmuown.AngularMuown):

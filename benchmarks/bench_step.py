@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from harness import Ceilings, Report, Timing, ceilings, default_device, measure, peak_memory
-from shapes import LLAMA_1B_LAYER, LLAMA_1B_LAYERS, NORM_VECTORS_PER_LAYER, gram_floor_flops
+import torch.distributed as dist
+from harness import Ceilings, Report, Timing, ceilings, chosen, default_device, measure, overlap, peak_memory
+from shapes import LAYERS, LLAMA_1B_LAYER, LLAMA_1B_LAYERS, NORM_VECTORS_PER_LAYER, gram_floor_flops
 from torch import Tensor
 from torch.nn import Parameter
 
 import dmuown
+from dmuown.engine.capture import WARMUP_STEPS
 
 Optimizer = torch.optim.Optimizer
 Builder = Callable[[list[Parameter], list[Parameter]], list[Optimizer]]
@@ -30,9 +32,11 @@ def small_layer() -> dict[str, tuple[int, int]]:
     return {name: (rows // 16, columns // 16) for name, (rows, columns) in LLAMA_1B_LAYER.items()}
 
 
-def parameters(device: torch.device, layers: int, dtype: torch.dtype) -> tuple[list[Parameter], list[Parameter]]:
+def parameters(
+    device: torch.device, layers: int, dtype: torch.dtype, widths: str = "1b"
+) -> tuple[list[Parameter], list[Parameter]]:
     """(matrices, vectors) with gradients."""
-    layer = LLAMA_1B_LAYER if device.type == "cuda" else small_layer()
+    layer = LAYERS[widths] if device.type == "cuda" else small_layer()
     generator = torch.Generator(device=device).manual_seed(0)
 
     def one(*shape: int) -> Parameter:
@@ -89,7 +93,7 @@ def builders() -> dict[str, Builder]:
         "dmuown NorMuon": ours("NorMuon"),
         "dmuown NorMuown": ours("NorMuown"),
         "dmuown AngularMuown": ours("AngularMuown", decay_degree=0),
-        **{f"dmuown Muown batch_size={size}": ours("Muown", batch_size=size) for size in (2, 4)},
+        **{f"dmuown Muown batch_size={size}": ours("Muown", batch_size=size) for size in (1, 2, 3, 4, 6)},
     }
     try:
         import dion as _  # noqa: F401
@@ -141,32 +145,55 @@ def error_against_float64(build: Builder, device: torch.device) -> float:
     return float((changes[0] - changes[1]).norm() / changes[1].norm())
 
 
-def captured(optimizers: list[Optimizer], device: torch.device) -> Timing | None:
-    """The step replayed from a CUDA graph; host time includes what a replay checks and copies."""
-    if device.type != "cuda":
-        return None
-    step = dmuown.capture(optimizers[0])
-    for _ in range(4):
+def captured(optimizer: Optimizer, device: torch.device, streams: int) -> tuple[Timing, float, dict[str, Any]]:
+    """(the step replayed from a CUDA graph, GiB that its pool holds, what overlaps what).
+
+    Host time includes what a replay checks.
+    """
+    step = dmuown.capture(optimizer, streams=streams)
+    for _ in range(WARMUP_STEPS):
         step.step()
-    timing = measure(step.step, device, repeats=10)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(device)
+    step.step()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    memory = (torch.cuda.memory_reserved(device) - before) / 2**30  # the graph's pool keeps what it has taken
+    for _ in range(2):
+        step.step()
+    timing = measure(step.step, device, repeats=10, seconds=60.0)  # sharded steps: equally often on every rank
+    overlapped = overlap(step.step, device) if dist.is_initialized() and dist.get_world_size() > 1 else {}
     step.release()
-    return timing
+    return timing, memory, overlapped
+
+
+def measure_captured(optimizer: Optimizer, device: torch.device, streams: str, floor: float) -> dict[str, Any]:
+    """One row's columns for each number of streams."""
+    columns: dict[str, Any] = {}
+    for count in (int(part) for part in streams.split(",") if part):
+        timing, memory, overlapped = captured(optimizer, device, count)
+        columns[f"graph_{count}"] = timing
+        columns[f"ratio_graph_{count}"] = timing.median / floor
+        columns[f"graph_{count}_gib"] = memory
+        columns |= {f"graph_{count}_{key}": value for key, value in overlapped.items()}
+    return columns
 
 
 def main() -> None:
     """Run and report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", help="JSON file")
-    parser.add_argument("--only", default="", help="comma-separated substrings of the names to run")
+    parser.add_argument("--only", default="", help="comma-separated parts of the names to run; =name is exact")
     parser.add_argument("--layers", type=int, default=LLAMA_1B_LAYERS)
-    parser.add_argument("--graph", action="store_true", help="also replay the step from a CUDA graph")
+    parser.add_argument("--graph", default="", help="also replay the step from a CUDA graph, on so many streams: 1,2,3")
     arguments = parser.parse_args()
     device = default_device()
     layers = arguments.layers if device.type == "cuda" else 1
     report = Report("step", device, path=arguments.output, layers=layers)
     wanted = [part for part in arguments.only.split(",") if part]
     for name, build in builders().items():
-        if wanted and not any(part in name for part in wanted):
+        if wanted and not chosen(name, wanted):
             continue
         matrices, vectors = parameters(device, layers, torch.float32)
         try:
@@ -181,7 +208,6 @@ def main() -> None:
             before = ceilings(device)
             timing = measure(step, device, repeats=10)
             after = ceilings(device)
-            graph = captured(optimizers, device) if arguments.graph and name.startswith("dmuown") else None
             memory = peak_memory(step, device)
             error = error_against_float64(build, device) if name.startswith("dmuown") else float("nan")
         except Exception as reason:  # a peer that does not run here is a row of its own, not the end of the run
@@ -189,18 +215,20 @@ def main() -> None:
             continue
         rates = Ceilings((before.matmul_tflops + after.matmul_tflops) / 2, (before.copy_tbps + after.copy_tbps) / 2)
         floor = floor_ms(matrices, rates)
-        extra = {} if graph is None else {"graph": graph, "ratio_graph": graph.median / floor}
+        extra: dict[str, Any] = {}
+        if name.startswith("dmuown") and device.type == "cuda":
+            extra = measure_captured(optimizers[0], device, arguments.graph, floor)
         report.add(
             name=name,
             step=timing,
             floor_ms=floor,
             ratio=timing.median / floor,
-            **extra,
             temporary_gib=memory,
             state_gib=state_gib(optimizers),
             error=error,
             peak_tflops=rates.matmul_tflops,
             copy_tbps=rates.copy_tbps,
+            **extra,
         )
         del optimizers, matrices, vectors
     report.write()

@@ -36,15 +36,21 @@ def default_device() -> torch.device:
 
 
 def measure(
-    function: Callable[[], object], device: torch.device, *, warmup: int = 3, repeats: int = 10, seconds: float = 2.0
+    function: Callable[[], object],
+    device: torch.device,
+    *,
+    warmup: int = 3,
+    repeats: int = 10,
+    seconds: float = 2.0,
+    least: int = 3,
 ) -> Timing:
-    """Time `function`: at most `repeats` repetitions or about `seconds`, whichever ends first (three at least)."""
+    """Time `function`: at most `repeats` repetitions or about `seconds`, whichever ends first (`least` at least)."""
     for _ in range(warmup):
         function()
     times: list[float] = []
     hosts: list[float] = []
     deadline = time.perf_counter() + seconds
-    while len(times) < repeats and (len(times) < 3 or time.perf_counter() < deadline):
+    while len(times) < repeats and (len(times) < least or time.perf_counter() < deadline):
         if device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda.synchronize(device)
@@ -81,6 +87,11 @@ def measure_graph(function: Callable[[], object], device: torch.device, *, repea
     return timing
 
 
+def chosen(name: str, wanted: list[str]) -> bool:
+    """Whether a name is one of those wanted: `=name` exactly, or with such a part."""
+    return any(name == part[1:] if part.startswith("=") else part in name for part in wanted)
+
+
 def peak_memory(function: Callable[[], object], device: torch.device) -> float:
     """GiB that one call takes on top of what was allocated before it (0 on CPU: not known)."""
     if device.type != "cuda":
@@ -91,6 +102,42 @@ def peak_memory(function: Callable[[], object], device: torch.device) -> float:
     function()
     torch.cuda.synchronize(device)
     return (torch.cuda.max_memory_allocated(device) - before) / 2**30
+
+
+def overlap(function: Callable[[], object], device: torch.device) -> dict[str, Any]:
+    """Trace one call: ms of NCCL kernels, of other kernels, of both at once; and each kernel's."""
+    from torch._C._autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize(device)
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        function()
+        torch.cuda.synchronize(device)
+    kernels = [event for event in trace.events() if event.device_type == DeviceType.CUDA]
+    spans = [("nccl" in event.name.lower(), event.time_range.start, event.time_range.end) for event in kernels]
+    by_name: dict[str, float] = {}
+    for event in kernels:
+        by_name[event.name[:48]] = by_name.get(event.name[:48], 0.0) + event.time_range.elapsed_us() / 1e3
+    sent = _union([(start, end) for is_nccl, start, end in spans if is_nccl])
+    computed = _union([(start, end) for is_nccl, start, end in spans if not is_nccl])
+    both = sum(max(0.0, min(end, stop) - max(start, begin)) for start, end in sent for begin, stop in computed)
+    return {
+        "nccl_ms": sum(end - start for start, end in sent) / 1e3,
+        "compute_ms": sum(end - start for start, end in computed) / 1e3,
+        "overlapped_ms": both / 1e3,
+        "kernels": dict(sorted(by_name.items(), key=lambda item: -item[1])[:12]),
+    }
+
+
+def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Disjoint spans that cover the same times."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,18 @@ LLAMA_1B_LAYER: dict[str, tuple[int, int]] = {
     "down": (2048, 8192),
 }
 LLAMA_1B_LAYERS = 6
+
+# Llama-3.1-8B: hidden 4096, 8 key-value heads of 128, feed-forward 14336.
+LLAMA_8B_LAYER: dict[str, tuple[int, int]] = {
+    "q": (4096, 4096),
+    "k": (1024, 4096),
+    "v": (1024, 4096),
+    "o": (4096, 4096),
+    "gate": (14336, 4096),
+    "up": (14336, 4096),
+    "down": (4096, 14336),
+}
+LAYERS = {"1b": LLAMA_1B_LAYER, "8b": LLAMA_8B_LAYER}
 NORM_VECTORS_PER_LAYER = 2
 
 

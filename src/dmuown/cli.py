@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +13,7 @@ import typer
 
 from dmuown._version import __version__
 from dmuown.commands import register
+from dmuown.commands.quiet import quieten_host
 from dmuown.errors import DmuownError
 
 app = typer.Typer(
@@ -22,6 +22,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    # --nproc_per_node is --nproc-per-node, as torchrun has both; what is no option is taken for a key of the YAML.
+    context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},
 )
 
 _OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -76,17 +78,6 @@ def finetune(
 
 
 register(app)
-
-
-def quieten_host() -> None:
-    """Keep the host's log to warnings, and drop what its libraries warn about themselves while they are imported."""
-    if os.environ.setdefault("LOGGING_LEVEL", str(logging.WARNING)) != str(logging.WARNING):
-        return
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    for module in ("megatron_fsdp", "torchdata", "nemo_automodel", "torch.distributed.tensor"):
-        warnings.filterwarnings("ignore", category=UserWarning, module=rf"{module}\.")
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,11 @@ def _sentence(remedy: str) -> str:
     return remedy.rstrip(".") + ("?" if asks else ".")
 
 
+def install_extra(extra: str) -> str:
+    """Return how to install an extra of this package, as part of a remedy: from a clone, since no index has it."""
+    return f'pip install ".[{extra}]" in a clone of dmuown'
+
+
 class OptionError(DmuownError, ValueError):
     """A hyper-parameter, group key, policy field or configuration key has a bad value."""
 

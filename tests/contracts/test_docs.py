@@ -33,6 +33,44 @@ def test_named_tests_exist() -> None:
     assert not missing
 
 
+#: What commands of the documentation read, and the command that makes it.
+MADE = {
+    r"configs/automodel/smollm2_\w+\.yaml|runs/demo\b(?!/adamw)": "make demo",
+    r"runs/demo/adamw": "--optimizer adamw",
+    r"examples/automodel/muown\.yaml|runs/example\b": "examples/automodel/prepare.py",
+}
+COMMAND = re.compile(r"dmuown (?:check|plan|finetune|report|convert) [^`\n]*")
+
+
+def unprepared(text: str) -> list[str]:
+    """Commands of a page that read what an example makes, before the page says so."""
+    return [
+        command.group()
+        for command in COMMAND.finditer(text)
+        for read, maker in MADE.items()
+        if re.search(read, command.group()) and maker not in text[: command.start()]
+    ]
+
+
+def test_pages_say_what_makes_the_files_that_their_commands_read() -> None:
+    pages = [*(page for page in PAGES if page.name != "CHANGELOG.md"), ROOT / "examples/README.md"]
+    found = [page for page in pages if any(re.search(read, page.read_text()) for read in MADE)]
+    assert len(found) >= 3
+    assert not {
+        page.relative_to(ROOT).as_posix(): commands for page in found if (commands := unprepared(page.read_text()))
+    }
+
+
+def test_a_command_before_what_it_reads_is_found() -> None:
+    """A guard on the test above; and that the recipes do read it."""
+    command = "dmuown report runs/demo/muown runs/demo/adamw -o x.html"
+    assert unprepared(f"`{command}`, after make demo") == [command, command]
+    assert unprepared(f"make demo ... `{command}`") == [command]
+    for file in (ROOT / "configs/automodel").glob("smollm2_*.yaml"):
+        assert "runs/demo/model" in file.read_text()
+    assert "runs/example/model" in (ROOT / "examples/automodel/muown.yaml").read_text()
+
+
 def test_the_invariants_are_numbered_without_gaps() -> None:
     rows = re.findall(r"^\| (\d+) \|.*\|$", (ROOT / "docs/design/README.md").read_text(), re.MULTILINE)
     assert [int(row) for row in rows] == list(range(1, len(rows) + 1))

@@ -6,10 +6,12 @@ import inspect
 import re
 import shutil
 import subprocess
+import tomllib
 import warnings
 from pathlib import Path
 
 import dmuown
+from dmuown.errors import install_extra
 
 ROOT = Path(__file__).parents[2]
 SMELL = 500  # lines: reported
@@ -65,6 +67,22 @@ def test_the_forbidden_words_are_found() -> None:
     assert FORBIDDEN.search("see " + "/".join(["", "work", "main"]))
     assert FORBIDDEN.search("-".join(["", "", "extra", "index", "url=x"]))
     assert not FORBIDDEN.search("a framework/main, network/x")
+
+
+def test_extras_are_advised_as_they_can_be_installed() -> None:
+    """The package is on no index: what installs an extra is a clone."""
+    texts = {
+        path.relative_to(ROOT).as_posix(): path.read_text()
+        for path in tracked_files()
+        if path.suffix in (".py", ".md", ".yaml") and not path.is_relative_to(ROOT / "tests")
+    }
+    assert "README.md" in texts
+    assert not [name for name, text in texts.items() if re.search(r"pip install \W*dmuown\b", text)]
+    advised = [found for text in texts.values() for found in re.findall(r"install_extra\(.(\w+).\)", text)]
+    assert {"automodel", "lp", "plot", "triton"} <= set(advised)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(advised) <= set(extras)
+    assert install_extra("lp").startswith('pip install ".[lp]"')
 
 
 def test_public_names_have_docstrings() -> None:

@@ -94,7 +94,8 @@ def chunk_sizes(rank: int, world_size: int) -> list[list[int]]:
     gradients = {param: local(param) for param in parameters(optimizer)}
     plan = optimizer.plan
     return [
-        [len(chunk.selected) for chunk in plan.chunks(gradients, optimizer.param_groups, part)] for part in plan.parts
+        [len(chunk.selected) for _, chunks in plan.tasks(gradients, optimizer.param_groups, part) for chunk in chunks]
+        for part in plan.parts
     ]
 
 

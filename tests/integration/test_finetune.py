@@ -24,6 +24,7 @@ class Run(NamedTuple):
     folder: Path
     output: str
     summary: RunSummary
+    errors: str
 
     def log(self, name: str = "training") -> list[dict[str, float]]:
         """The host's own log of the run: one record a step."""
@@ -70,7 +71,7 @@ def finetune(assets: Path, folder: Path, *arguments: str) -> Run:
     file = write_recipe(assets / f"{folder.name}.yaml", recipe(assets, folder))
     done = dmuown("finetune", str(file), *arguments, cwd=assets, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    return Run(folder, done.stdout, RunSummary.load(folder))
+    return Run(folder, done.stdout, RunSummary.load(folder), done.stderr)
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +101,14 @@ def test_one_process_trains_exports_and_says_so(one: Run) -> None:
         assert line in one.output
     # The host's own records say the same.
     assert [record["loss"] for record in one.log()] == list(one.summary.losses.values())
+
+
+@pytest.mark.parametrize("processes", ["one", "two"])
+def test_nothing_is_said_that_no_user_can_act_on(processes: str, request: pytest.FixtureRequest) -> None:
+    run: Run = request.getfixturevalue(processes)
+    said = [line for line in run.errors.splitlines() if line.strip() and "Loading weights" not in line]
+    # It names the key that changes it.
+    assert not [line for line in said if "--checkpoint.v4_compatible=True" not in line]
 
 
 def test_the_exported_checkpoint_loads_in_transformers_and_differs_from_the_start(one: Run, assets: Path) -> None:

@@ -23,13 +23,24 @@ from dmuown.automodel.dmuon_options import own_options
 from dmuown.automodel.grouping import group_parameters
 from dmuown.automodel.shapes import model_parameters, read_model_config
 from dmuown.checkpoint import convert_optimizer_state, get_optimizer_state_dict, read_checkpoint
+from dmuown.checkpoint.flat import unflatten
 from dmuown.checkpoint.reader import load_plain
 from dmuown.engine.optimizer import MuonEngine
 from dmuown.errors import CheckpointError, OptionError
+from dmuown.policy.names import nearest
 from dmuown.policy.roles import ParameterRole
 
 SOURCES = ("automodel", "dion", "muonium", "muown", "torch")
 _OPTIMIZER, _SCHEDULER = "optim.", "sched."
+
+_WRITE = "Give what torch.save(optimizer.state_dict(), file) wrote"
+
+#: What to do from the command line instead of what errors of the conversion advise callers from Python.
+_REMEDIES = {
+    "Check `source`": "Check --from",
+    "Pass the optimizer instead of the model": "Take a checkpoint from after every parameter had a gradient, "
+    "or a folder of the host with --config",
+}
 
 _DTYPES = {
     "F64": torch.float64,
@@ -102,7 +113,7 @@ def convert_folder(
         {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.param_groups
     ]
-    converted = convert_optimizer_state(state, source=library, model_or_optimizer=optimizer)
+    converted = _converted(state, library, optimizer)
     optimizer.load_state_dict(converted)
     for group, before in zip(optimizer.param_groups, fresh, strict=True):
         # The multipliers of the host's scheduler belong to the new run's groups.
@@ -136,15 +147,22 @@ def convert_file(
     with source.open("rb") as stream:
         loaded = load_plain(stream, str(source))
     if not isinstance(loaded, Mapping):
-        raise CheckpointError(str(source), f"holds a {type(loaded).__name__}", "Give an optimizer's state dict")
+        raise CheckpointError(str(source), f"holds a {type(loaded).__name__}", _WRITE)
     for key in ("optimizer", "optimizer_state_dict", "optim"):
         if "param_groups" not in loaded and isinstance(loaded.get(key), Mapping):
             loaded = loaded[key]
-    state = dict(loaded) if names is None else _named(loaded, names)
-    root = _module(
-        {name: nn.Parameter(tensor) for name, tensor in read_weights(model).items() if tensor.is_floating_point()}
-    )
-    converted = convert_optimizer_state(state, source=library, model_or_optimizer=root)
+    state = _nested(loaded, source)
+    weights = {name: tensor for name, tensor in read_weights(model).items() if tensor.is_floating_point()}
+    if names is not None:
+        state = _named(state, names, weights, model)
+    elif not _has_names(state):
+        raise OptionError(
+            "--names",
+            f"is missing: the parameters in {str(source)!r} have positions, no names",
+            "Give a file with their names, one a line, in the order in which the optimizer was given them",
+        )
+    root = _module({name: nn.Parameter(tensor) for name, tensor in weights.items()})
+    converted = _converted(state, library, root)
     destination.parent.mkdir(parents=True, exist_ok=True)
     partial = destination.with_name(f"{destination.name}.partial")
     torch.save(converted, partial)
@@ -277,13 +295,71 @@ def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _named(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def _converted(state: Mapping[str, Any], library: str, target: nn.Module | MuonEngine) -> dict[str, Any]:
+    """Convert state; remedies that speak of a Python call speak of the command line instead."""
+    try:
+        return convert_optimizer_state(state, source=library, model_or_optimizer=target)
+    except CheckpointError as error:
+        raise CheckpointError(error.subject, error.rule, _REMEDIES.get(error.remedy, error.remedy)) from None
+    except KeyError as error:  # an option or buffer that this library's optimizers always have
+        raise CheckpointError(
+            "--from", f"{library!r} did not write this state, which has no {error.args[0]!r}", "Name what did"
+        ) from None
+
+
+def _nested(loaded: Mapping[str, Any], source: Path) -> dict[str, Any]:
+    """A state dict of nested form, of whatever a file holds."""
+    try:
+        state = unflatten(loaded)
+    except (CheckpointError, AttributeError):
+        state = {}
+    groups = state.get("param_groups")
+    whole = isinstance(state.get("state"), Mapping) and isinstance(groups, Sequence)
+    if not whole or not all(isinstance(group, Mapping) and "params" in group for group in groups or ()):
+        raise CheckpointError(str(source), "holds no optimizer's state dict", _WRITE)
+    return state
+
+
+def _has_names(state: Mapping[str, Any]) -> bool:
+    """Whether every parameter of a nested state dict has a name: its key, or one beside it."""
+    for group in state["param_groups"]:
+        by_name = all(isinstance(key, str) for key in group["params"])
+        if not by_name and len(group.get("param_names", ())) != len(group["params"]):
+            return False
+    return True
+
+
+def _named(
+    state: Mapping[str, Any], names: Sequence[str], weights: Mapping[str, Tensor], model: Path
+) -> dict[str, Any]:
     """State by position, as state by name."""
+    if any(isinstance(key, str) for group in state["param_groups"] for key in group["params"]):
+        raise OptionError("--names", "is for state by position, and this state has names", "Leave it out")
     count = sum(len(group["params"]) for group in state["param_groups"])
     if count != len(names):
         raise OptionError("--names", f"lists {len(names)} names, the state has {count} parameters", "List each once")
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise OptionError("--names", f"lists {name!r} twice", "List each once")
+        if name not in weights:
+            rule = f"lists {name!r}, which is not among the weights in {str(model)!r}"
+            raise OptionError("--names", rule, nearest(name, weights))
+        _check_shapes(name, state["state"].get(index, {}), weights[name])
     groups = [{**group, "params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
     return {"state": {names[index]: buffers for index, buffers in state["state"].items()}, "param_groups": groups}
+
+
+def _check_shapes(name: str, buffers: Mapping[str, Any], weight: Tensor) -> None:
+    """Refuse a name whose weight has another shape than the state at its position: the order is another one."""
+    for buffer in buffers.values():
+        if not isinstance(buffer, Tensor) or buffer.ndim != weight.ndim:
+            continue
+        if any(held not in (1, size) for held, size in zip(buffer.shape, weight.shape, strict=True)):
+            raise OptionError(
+                "--names",
+                f"gives {name!r} of shape {tuple(weight.shape)} the state of a parameter of {tuple(buffer.shape)}",
+                "List the names in the order in which the optimizer was given the parameters",
+            )
 
 
 def _write_folder(source: Path, destination: Path, whole: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from dmuown._version import __version__
 from dmuown.automodel.host import DISTRIBUTION, SUPPORTED, installed_version
-from dmuown.errors import MissingDependencyError
+from dmuown.errors import MissingDependencyError, install_extra
 
 #: The oldest torch that the package declares.
 OLDEST_TORCH = (2, 11)
@@ -101,8 +101,8 @@ def examine() -> Environment:
 
 
 _OPTIONAL = (
-    ("torchao", "torchao", 'low-bit optimizer state: pip install "dmuown[lp]"'),
-    ("matplotlib", "matplotlib", 'plots of dmuown report: pip install "dmuown[plot]"'),
+    ("torchao", "torchao", f"low-bit optimizer state: {install_extra('lp')}"),
+    ("matplotlib", "matplotlib", f"plots of dmuown report: {install_extra('plot')}"),
     ("wandb", "wandb", "only for the section wandb of a YAML: pip install wandb"),
     ("mlflow", "mlflow", "only for the section mlflow of a YAML: pip install mlflow"),
 )
@@ -139,7 +139,7 @@ def _torch() -> list[Part]:
 def _triton() -> Part:
     version = _version("triton") or _version("pytorch-triton")
     if version is None:
-        return Part("Triton", "", MISSING, 'kernels: pip install "dmuown[triton]"')
+        return Part("Triton", "", MISSING, f"kernels: {install_extra('triton')}")
     if _numbers(version) >= FIRST_TRITON_TOO_NEW:
         limit = ".".join(map(str, FIRST_TRITON_TOO_NEW))
         status = BROKEN if installed_version() else OK
@@ -174,7 +174,7 @@ def _dion() -> Part:
 def _host() -> Part:
     version = installed_version()
     if version is None:
-        return Part(DISTRIBUTION, "", MISSING, 'the host: pip install "dmuown[automodel]"')
+        return Part(DISTRIBUTION, "", MISSING, f"the host: {install_extra('automodel')}")
     if version.split(".")[:2] != SUPPORTED.split(".")[:2]:
         return Part(
             DISTRIBUTION, version, BROKEN, f'dmuown works with {SUPPORTED}: pip install "{DISTRIBUTION}=={SUPPORTED}"'

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from importlib import metadata
 
-from dmuown.errors import MissingDependencyError
+from dmuown.errors import MissingDependencyError, install_extra
 
 DISTRIBUTION = "nemo-automodel"
 SUPPORTED = "0.7.*"
 """The versions whose optimizer configs, scheduler and loading code this package was written against."""
 
-_INSTALL = 'Install it with: pip install "dmuown[automodel]"'
+_INSTALL = f"Install it with: {install_extra('automodel')}"
 
 
 def installed_version() -> str | None:

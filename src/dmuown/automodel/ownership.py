@@ -42,22 +42,38 @@ _REFUSED = {
 }
 
 
+_INSTEAD = "Use another configuration of dmuown.automodel, such as MuownConfig: it steps sharded parameters"
+
+
+def refusals(distributed: Mapping[str, Any] | None) -> list[OptionError]:
+    """Every key of the section `distributed` that the runtime is not wired into the host for, why, and what to use.
+
+    Tensor parallelism and replicas are taken.
+    """
+    section = distributed or {}
+    found = [
+        OptionError(f"distributed.{name}", f"must be 1 under DMuonConfig, got {section[name]}: {reason}", _INSTEAD)
+        for name, reason in _REFUSED.items()
+        if (section.get(name) or 1) != 1
+    ]
+    if section.get("strategy", "fsdp2") != "fsdp2":
+        rule = f"must be fsdp2 under DMuonConfig, got {section['strategy']!r}"
+        found.append(OptionError("distributed.strategy", rule, "Write fsdp2"))
+    return found
+
+
 def check_sizes(distributed: Mapping[str, Any] | None) -> None:
-    """Refuse parallelism that the runtime is not wired into the host for; tensor parallelism and replicas are taken.
+    """Refuse what `refusals` names, all of it at once.
 
     Raises:
         OptionError: What is refused, why, and what to use.
     """
-    section = distributed or {}
-    for name, reason in _REFUSED.items():
-        if (section.get(name) or 1) != 1:
-            raise OptionError(
-                f"distributed.{name}",
-                f"must be 1 under DMuonConfig, got {section[name]}: {reason}",
-                "Use another configuration of dmuown.automodel, such as MuownConfig: it steps sharded parameters",
-            )
-    if section.get("strategy", "fsdp2") != "fsdp2":
-        raise OptionError("distributed.strategy", f"must be fsdp2 under DMuonConfig, got {section['strategy']!r}")
+    found = refusals(distributed)
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        told = "; ".join(f"{error.subject.removeprefix('distributed.')} {error.rule}" for error in found)
+        raise OptionError("distributed", told, _INSTEAD)
 
 
 @contextlib.contextmanager

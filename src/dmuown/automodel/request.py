@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from dmuown.automodel.checks.document import read_document
+from dmuown.automodel.checks.document import read_document, with_variables
+from dmuown.automodel.checks.restore import KEY as RESTORE
+from dmuown.automodel.checks.restore import check_algorithm, checkpoint_folder, named_checkpoint
 from dmuown.automodel.dmuon_options import OPTIONS_BY_CONFIG, PACKAGE, own_options
-from dmuown.errors import CheckpointError, OptionError
+from dmuown.errors import OptionError
 from dmuown.policy.names import nearest
 
 
@@ -48,7 +48,7 @@ class Request:
     @property
     def checkpoint_dir(self) -> Path:
         """Folder of checkpoints and logs; the host's default where the YAML names none."""
-        return Path(self.get("checkpoint.checkpoint_dir") or "checkpoints")
+        return checkpoint_folder(self.config)
 
 
 def read_request(path: str | os.PathLike[str], arguments: Sequence[str] = ()) -> Request:
@@ -103,7 +103,7 @@ def check_paths(request: Request) -> None:
         OptionError: A model folder or data file does not exist.
     """
     model = request.get("model.pretrained_model_name_or_path")
-    if isinstance(model, str) and _is_path(model) and not Path(model).expanduser().exists():
+    if isinstance(model, str) and _is_path(model) and not Path(with_variables(model)).expanduser().exists():
         raise OptionError(
             "model.pretrained_model_name_or_path", f"{model!r} does not exist", "Give the folder of a checkpoint"
         )
@@ -112,7 +112,9 @@ def check_paths(request: Request) -> None:
             continue
         named = content.get("path_or_dataset_id")
         for entry in named if isinstance(named, list) else [named]:
-            if isinstance(entry, str) and entry.endswith((".json", ".jsonl")) and not Path(entry).is_file():
+            if not isinstance(entry, str) or not entry.endswith((".json", ".jsonl")):
+                continue
+            if not Path(with_variables(entry)).is_file():
                 raise OptionError(f"{section}.path_or_dataset_id", f"{entry!r} is no file", "Give the path of the data")
 
 
@@ -124,35 +126,12 @@ def check_checkpoint(request: Request) -> None:
     """
     from nemo_automodel.components.checkpoint.utils import find_latest_checkpoint
 
-    restore = request.get("checkpoint.restore_from")
-    if restore is None or str(restore).upper() == "LATEST":
-        found = find_latest_checkpoint(request.checkpoint_dir) if request.checkpoint_dir.is_dir() else None
-        folder = None if found is None else Path(found)
-    else:
-        folder = Path(restore) if os.sep in str(restore) else request.checkpoint_dir / str(restore)
-        if not folder.is_dir():
-            raise CheckpointError(
-                "checkpoint.restore_from", f"{str(folder)!r} does not exist", "Give a saved checkpoint"
-            )
-    if folder is None or not (folder / "config.yaml").is_file():
-        return
-    saved = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    before = _algorithm(saved.get("optimizer") if isinstance(saved, Mapping) else None)
-    now = _algorithm(request.config.get("optimizer"))
-    if before != now and None not in (before, now):
-        raise CheckpointError(
-            str(folder),
-            f"was written by {before}, and this run uses {now}",
-            "Resume with the optimizer that wrote it, or start in another checkpoint.checkpoint_dir",
-        )
-
-
-def _algorithm(section: Any) -> str | None:
-    target = section.get("_target_") if isinstance(section, Mapping) else None
-    if not isinstance(target, str):
-        return None
-    own = own_options(target)
-    return target if own is None else own.title()
+    folder = named_checkpoint(request.config)
+    if str(request.get(RESTORE) or "LATEST").upper() == "LATEST" and request.checkpoint_dir.is_dir():
+        latest = find_latest_checkpoint(request.checkpoint_dir)
+        folder = None if latest is None else Path(latest)
+    if folder is not None:
+        check_algorithm(folder, request.config)
 
 
 def _recipe(config: Mapping[str, Any]) -> str:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.futures import Future
 
-from dmuown.errors import CheckpointError, MissingDependencyError
+from dmuown.errors import CheckpointError, MissingDependencyError, install_extra
 from dmuown.state import lowbit
 
 _METADATA_CLASSES = {
@@ -195,7 +195,7 @@ class PlainReader(FileSystemReader):
                 lowbit.register_classes()
             except MissingDependencyError as missing:
                 raise CheckpointError(
-                    item.dest_index.fqn, "is low-bit state, which torchao decodes", "pip install dmuown[lp]"
+                    item.dest_index.fqn, "is low-bit state, which torchao decodes", install_extra("lp")
                 ) from missing
             chunk = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         if not isinstance(chunk, Tensor):

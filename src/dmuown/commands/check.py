@@ -33,8 +33,10 @@ def check(
     from dmuown.automodel.checks import check_config
     from dmuown.automodel.host import require_host
     from dmuown.commands.output import print_json
+    from dmuown.commands.quiet import quieten_host
 
     if deep:
+        quieten_host()
         require_host()
 
     found = check_config(config, context.args, world_size=world_size, deep=deep)

@@ -34,9 +34,10 @@ def convert(
 
         dmuown convert old/epoch_0_step_100 new/epoch_0_step_100 --from automodel --config run.yaml
 
-    A file with a state dict (torch.save) becomes a file with ours; --model names its parameters:
+    A file with a state dict (torch.save) becomes a file with ours; --model has its parameters, and where the state is
+    by position, as optimizer.state_dict() of torch has it, --names lists their names:
 
-        dmuown convert optimizer.pt converted.pt --from dion --model checkpoint/
+        dmuown convert optimizer.pt converted.pt --from dion --model checkpoint/ --names names.txt
 
     Files are read as plain data: nothing in them is executed. Exit code 0: converted. 2: it cannot be.
     """
@@ -55,7 +56,9 @@ def convert(
     else:
         if model is None:
             raise OptionError("--model", "is missing", "Give the folder of the model's weights")
-        listed = None if names is None else names.read_text(encoding="utf-8").split()
+        if names is not None and not names.is_file():
+            raise OptionError("--names", f"{str(names)!r} is no file", "Give a file with one name a line")
+        listed = None if names is None else names.read_text(encoding="utf-8", errors="replace").split()
         done = convert_file(source, destination, library=library, model=model, names=listed)
     if as_json:
         print_json(done.to_dict())

@@ -44,6 +44,9 @@ def plan(
     known = None
     if deep:
         from dmuown.automodel.planned.deep import deep_model
+        from dmuown.commands.quiet import quieten_host
+
+        quieten_host()
 
         known = deep_model(config, context.args, model_config)
     found = plan_job(

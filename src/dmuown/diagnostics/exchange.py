@@ -136,7 +136,7 @@ def summarize_exchange(optimizer: MuonEngine) -> ExchangeSummary:
                 owners,
                 at,
                 coordinate,
-                plan.splits(bucket, group, range(len(bucket.params))),
+                plan.splits(bucket, range(len(bucket.params))),
                 reductions,
             )
         return known[key]
@@ -152,7 +152,7 @@ def summarize_exchange(optimizer: MuonEngine) -> ExchangeSummary:
             if bucket.layout.mesh is not None or member == rank
         ]
         totals[member] = sum((one for one in counted if one is not None), Traffic())
-    ordered = [bucket for part in plan.parts for bucket in part]
+    ordered = [bucket for part in plan.parts for joint in part for bucket in joint.buckets]
     # By identity: equality of buckets would compare their parameters.
     position = {id(bucket): index for index, bucket in enumerate(plan.buckets)}
     summaries = [

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dmuown.diagnostics.runs import HEALTH_PREFIX, Run, Series
-from dmuown.errors import MissingDependencyError
+from dmuown.errors import MissingDependencyError, install_extra
 
 # More points than this a curve are averaged in blocks: a page of a long run stays small.
 _MAX_POINTS = 1000
@@ -109,7 +109,7 @@ def _require_matplotlib() -> None:
         import matplotlib as mpl
     except ImportError:
         raise MissingDependencyError(
-            "matplotlib", "draws the plots and is not installed", 'pip install "dmuown[plot]", or use --json'
+            "matplotlib", "draws the plots and is not installed", f"{install_extra('plot')}, or use --json"
         ) from None
     mpl.use("Agg")
 

@@ -22,7 +22,7 @@ class GradientReport:
         present: Per parameter, whether a gradient exists (on any rank, once agreed).
         absent: Per parameter, whether a gradient is missing (on any rank, once agreed).
         bad: Per parameter, whether its gradient cannot be used: a non-zero reason code.
-        fault: The worst reason code that any rank knows of, about parameters of other audiences.
+        fault: The gravest reason code that any rank knows of, about parameters of other audiences or the step itself.
     """
 
     present: list[bool]

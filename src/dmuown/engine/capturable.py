@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from dmuown.engine.layout import local_tensor
 from dmuown.engine.records import ParamRecord
-from dmuown.errors import GradientError, LayoutError, OptionError
+from dmuown.errors import OptionError
 
 
 def check_capturable(group: Mapping[str, Any], where: str) -> None:
@@ -71,8 +70,15 @@ def hold_lrs(records: Sequence[ParamRecord], groups: Sequence[dict[str, Any]], h
             held[index] = groups[index]["lr"]
 
 
+def is_recording() -> bool:
+    """Whether a CUDA graph records what is launched now."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def check_capture(records: Sequence[ParamRecord], groups: Sequence[Mapping[str, Any]], nonfinite: str) -> None:
     """While a CUDA graph records, refuse a step whose replays would go wrong in silence.
+
+    Missing gradients are refused where ranks agree on them: `dmuown.engine.gradients`.
 
     Args:
         records: Parameters that this rank steps.
@@ -81,10 +87,8 @@ def check_capture(records: Sequence[ParamRecord], groups: Sequence[Mapping[str, 
 
     Raises:
         OptionError: A learning rate that the graph would freeze, or a `nonfinite` that waits for the card.
-        GradientError: A parameter without a gradient: no replay would ever step it.
-        LayoutError: A sharded parameter: ranks agree on their gradients through the host in every step.
     """
-    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+    if not is_recording():
         return
     if nonfinite != "propagate":
         raise OptionError("nonfinite", f"must be 'propagate' in a graph, got {nonfinite!r}: others wait for the card")
@@ -98,16 +102,4 @@ def check_capture(records: Sequence[ParamRecord], groups: Sequence[Mapping[str, 
                 f"param group {record.group_index}: lr",
                 f"is the number {group['lr']}, which the graph being recorded would keep",
                 remedy,
-            )
-        if isinstance(record.param, DTensor) and record.param.device_mesh.size() > 1:
-            raise LayoutError(
-                record.name,
-                "is sharded: ranks agree on their gradients through the host in every step",
-                "Step the optimizer outside of the graph",
-            )
-        if record.param.grad is None:
-            raise GradientError(
-                record.name,
-                "has no gradient, and replays of the graph being recorded would never step it",
-                "Freeze it out of the optimizer, or record after a backward that reaches it",
             )

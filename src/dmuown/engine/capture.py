@@ -3,6 +3,9 @@
 A graph freezes addresses and numbers. Live are the learning rates, weight decays that were not 0 at capture, and the
 step counts; any other change of a group records the graph anew. Gradients are read where they were at capture:
 one that backward put elsewhere is copied there.
+
+Of sharded parameters the graph holds the collectives too. Ranks tell each other before every step, through the
+host, whether all gradients are there and whether to record anew, so that none waits in a replay for another.
 """
 
 from __future__ import annotations
@@ -14,18 +17,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from dmuown.algorithms import MuonAlgorithm, get_algorithm
 from dmuown.engine.capturable import check_capturable
+from dmuown.engine.gradients import RESTART, agree_on_gradients
 from dmuown.engine.layout import local_tensor
 from dmuown.engine.optimizer import MuonEngine
-from dmuown.errors import GradientError, LayoutError, OptionError, OptionTypeError
+from dmuown.engine.streams import SideStreams
+from dmuown.errors import LayoutError, OptionError, OptionTypeError
 
 logger = logging.getLogger(__name__)
 
 #: Steps taken ordinarily before the one that is recorded: kernels compile and caches fill outside the graph.
 WARMUP_STEPS = 2
+
+#: Streams of a recorded step. Measured on H200 (`docs/lab-log.md`): more help only where buckets are split.
+STREAMS = 1
 
 #: Group keys that a replay does not freeze.
 _LIVE = frozenset({"params", "lr", "weight_decay", "step"})
@@ -42,8 +49,9 @@ class CapturedStep:
         optimizer: The optimizer; its groups and state remain the place to look at and to save.
     """
 
-    def __init__(self, optimizer: MuonEngine) -> None:
+    def __init__(self, optimizer: MuonEngine, streams: int = STREAMS) -> None:
         self.optimizer = optimizer
+        self._streams = streams
         self._warm = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._frozen: list[dict[str, Any]] | None = None
@@ -67,14 +75,13 @@ class CapturedStep:
             What the closure returned, or None.
 
         Raises:
-            GradientError: A parameter has no gradient.
+            GradientError: A parameter has no gradient; on every rank that shares parameters with one that raises.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        _require_gradients(self.optimizer)
-        if self._frozen != _frozen_options(self.optimizer):
+        if self._must_start_over():
             self._start_over()
         if self._warm < WARMUP_STEPS:
             self._warm += 1
@@ -102,55 +109,82 @@ class CapturedStep:
         self.optimizer.load_state_dict(dict(state_dict))
 
     def release(self) -> None:
-        """Free the graph and its memory. The optimizer steps ordinarily again; a later `step` here starts over."""
+        """Free the graph and its memory. The optimizer steps ordinarily again; a later `step` here starts over.
+
+        Call it on all ranks before `destroy_process_group()`, which waits for the collectives that a graph holds.
+        """
         if self._graph is not None:
             torch.cuda.synchronize()
             self._graph.reset()
         self._graph = None
         self._frozen, self._live, self._gradients, self._warm = None, [], {}, 0
 
+    def _must_start_over(self) -> bool:
+        """Whether groups differ from those recorded, on any rank that shares parameters; all gradients are there."""
+        changed = self._frozen != _frozen_options(self.optimizer)
+        told = RESTART if changed else 0
+        records, audiences = self.optimizer.records, self.optimizer.plan.audiences
+        _, gravest = agree_on_gradients(records, audiences, "propagate", needed=True, told=told)
+        return max(told, gravest) == RESTART
+
     def _start_over(self) -> None:
-        """Groups differ from those recorded: warm up again, with the live values where the graph will read them."""
+        """Warm up again, with the live values where the graph will read them."""
         self.release()
         _steps_to_device(self.optimizer)
         self._frozen = _frozen_options(self.optimizer)
-        self._live = [_live_options(group) for group in self.param_groups]
+        self._live = _live_options(self.optimizer)
+
+    def _remember_gradients(self) -> None:
+        self._gradients = {
+            record.param: record.param.grad for record in self.optimizer.records if record.param.grad is not None
+        }
 
     def _record(self) -> None:
-        self._gradients = {
-            param: param.grad for group in self.param_groups for param in group["params"] if param.grad is not None
-        }
+        self._remember_gradients()
         counted = [group["step"] for group in self.param_groups]
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
+        if self._streams > 1:
+            self.optimizer._streams = SideStreams(self._streams, torch.device("cuda", torch.cuda.current_device()))
         try:
-            with _swapped(self.param_groups, self._live), torch.cuda.graph(graph):
+            # Of this thread alone: NCCL's own threads ask the driver about earlier collectives meanwhile.
+            with (
+                _swapped(self.param_groups, self._live),
+                torch.cuda.graph(graph, capture_error_mode="thread_local"),
+            ):
                 MuonEngine.step(self.optimizer)
         finally:
+            self.optimizer._streams = None
             for group, count in zip(self.param_groups, counted, strict=True):
                 group["step"] = count
         self._graph = graph
 
     def _replay(self) -> None:
         assert self._graph is not None
-        moved = [
-            (static, param.grad)
-            for param, static in self._gradients.items()
-            if param.grad is not static and param.grad is not None and param.grad.data_ptr() != static.data_ptr()
-        ]
-        if moved:
-            if not self._moved_before:
-                logger.warning(
-                    "captured step: %d gradients have moved since capture and are copied each time; "
-                    "use its zero_grad(), which keeps their memory",
-                    len(moved),
-                )
-                self._moved_before = True
-            torch._foreach_copy_([static for static, _ in moved], [grad for _, grad in moved])
-        for group in self.param_groups:
-            group["step"] += 1
+        self._follow_gradients()
+        self.optimizer._advance_host_step_counters()
         self._update_live()
         self._graph.replay()
+
+    def _follow_gradients(self) -> None:
+        """Copy gradients that are not where they were at capture to there; this rank's shards alone."""
+        moved: list[tuple[Tensor, Tensor]] = []
+        for param, static in self._gradients.items():
+            if param.grad is not None and param.grad is not static:
+                # A DTensor has no address of its own.
+                there, here = local_tensor(static), local_tensor(param.grad)
+                if here.data_ptr() != there.data_ptr():
+                    moved.append((there, here))
+        if not moved:
+            return
+        if not self._moved_before:
+            logger.warning(
+                "captured step: %d gradients have moved since capture and are copied each time; "
+                "use its zero_grad(), which keeps their memory",
+                len(moved),
+            )
+            self._moved_before = True
+        torch._foreach_copy_([there for there, _ in moved], [here for _, here in moved])
 
     def _update_live(self) -> None:
         for group, live in zip(self.param_groups, self._live, strict=True):
@@ -173,40 +207,36 @@ def _swapped(groups: list[dict[str, Any]], live: list[dict[str, tuple[Tensor, fl
             group.update(values)
 
 
-def capture(optimizer: torch.optim.Optimizer) -> CapturedStep:
+def capture(optimizer: torch.optim.Optimizer, *, streams: int = STREAMS) -> CapturedStep:
     """Replay this optimizer's step from a CUDA graph.
 
     Args:
-        optimizer: One of this package's, all parameters whole on one CUDA device.
+        optimizer: One of this package's, all of this rank's shards on one CUDA device. Sharded parameters, dedicated
+            ones and NCCL's collectives are recorded as well: capture on every rank.
+        streams: Buckets that may run beside each other; 1 runs them one after another, with less memory.
 
     Returns:
         An object whose `step` takes the place of the optimizer's.
 
     Raises:
         OptionTypeError: Another optimizer.
-        LayoutError: Parameters off CUDA, or sharded over several ranks: their agreement on gradients runs on the host.
-        OptionError: An option that needs the host in every step.
+        LayoutError: Parameters off CUDA.
+        OptionError: An option that needs the host in every step, or `streams` below 1.
     """
     if not isinstance(optimizer, MuonEngine):
         raise OptionTypeError("capture", f"takes an optimizer of this package, got {type(optimizer).__name__}")
+    if not isinstance(streams, int) or isinstance(streams, bool) or streams < 1:
+        raise OptionError("streams", f"must be an int of at least 1, got {streams!r}")
     if optimizer._nonfinite != "propagate":
         raise OptionError(
             "nonfinite", f"must be 'propagate' under capture, got {optimizer._nonfinite!r}: others wait for the card"
         )
-    devices = set()
-    for record in optimizer.records:
-        if isinstance(record.param, DTensor) and record.param.device_mesh.size() > 1:
-            raise LayoutError(
-                record.name,
-                "is sharded: ranks agree on their gradients through the host in every step",
-                "Step the optimizer itself",
-            )
-        devices.add(local_tensor(record.param).device)
+    devices = {local_tensor(record.param).device for record in optimizer.records}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         raise LayoutError("capture", f"needs all parameters on one CUDA device, got {sorted(map(str, devices))}")
     for index, group in enumerate(optimizer.param_groups):
         _check_group(group, f"param group {index}")
-    return CapturedStep(optimizer)
+    return CapturedStep(optimizer, streams)
 
 
 def _check_group(group: Mapping[str, Any], where: str) -> None:
@@ -216,16 +246,6 @@ def _check_group(group: Mapping[str, Any], where: str) -> None:
     for key in ("lr", "weight_decay"):
         if isinstance(group[key], Tensor):
             raise OptionError(f"{where}: {key}", "must be a float under capture: it is kept live from there")
-
-
-def _require_gradients(optimizer: MuonEngine) -> None:
-    for record in optimizer.records:
-        if record.param.grad is None:
-            raise GradientError(
-                record.name,
-                "has no gradient, and a captured step updates every parameter",
-                "Freeze it out of the optimizer, or step the optimizer itself",
-            )
 
 
 def _frozen_options(optimizer: MuonEngine) -> list[dict[str, Any]]:
@@ -246,14 +266,17 @@ def _decays_live(group: Mapping[str, Any]) -> bool:
     return isinstance(get_algorithm(group["algorithm"]), MuonAlgorithm)
 
 
-def _live_options(group: Mapping[str, Any]) -> dict[str, tuple[Tensor, float]]:
-    device = local_tensor(group["params"][0]).device
-    keys = ["lr"]
-    if _decays_live(group) and group["weight_decay"] != 0:
-        keys.append("weight_decay")
-    return {
-        key: (torch.tensor(float(group[key]), dtype=torch.float32, device=device), float(group[key])) for key in keys
-    }
+def _live_options(optimizer: MuonEngine) -> list[dict[str, tuple[Tensor, float]]]:
+    """By group, tensors that a graph reads, and the numbers that they hold; none where this rank steps nothing."""
+    devices = {record.group_index: local_tensor(record.param).device for record in optimizer.records}
+    live: list[dict[str, tuple[Tensor, float]]] = [{} for _ in optimizer.param_groups]
+    for index, device in devices.items():
+        group = optimizer.param_groups[index]
+        keys = ["lr", "weight_decay"] if _decays_live(group) and group["weight_decay"] != 0 else ["lr"]
+        for key in keys:
+            value = float(group[key])
+            live[index][key] = torch.tensor(value, dtype=torch.float32, device=device), value
+    return live
 
 
 def _steps_to_device(optimizer: MuonEngine) -> None:

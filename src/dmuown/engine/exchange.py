@@ -6,7 +6,7 @@ At most two all-to-alls a bucket. Buffers live in this generator's frame until t
 has been waited for. Shards may be uneven or empty; element counts follow from the layout, so
 nothing is padded in the shard group.
 
-Every rank of a bucket's mesh yields equally often, also one that holds nothing and sends nothing:
+Every rank of a bucket's mesh yields and asks equally often, also one that holds nothing and sends nothing:
 the yields decide how tasks interleave, and so the order of the collectives of all tasks.
 """
 
@@ -19,12 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dmuown.algorithms.batch import Work
 from dmuown.algorithms.fused import stack_of
+from dmuown.engine.joint import Asking, Whole
 from dmuown.engine.layout import local_tensor
 from dmuown.engine.owners import Place
 from dmuown.engine.plan import Bucket
-from dmuown.orthogonalize import orthogonalize_blocks
 
 
 @dataclass
@@ -56,8 +55,13 @@ def wire_dtype(compute: torch.dtype) -> torch.dtype:
 
 
 def orthogonalize(
-    bucket: Bucket, selected: Sequence[int], momentum: Sequence[Tensor], count: ExchangeCount
-) -> Work[list[Tensor]]:
+    bucket: Bucket,
+    selected: Sequence[int],
+    momentum: Sequence[Tensor],
+    count: ExchangeCount,
+    *,
+    disposable: bool = False,
+) -> Asking[list[Tensor]]:
     """Orthogonalize the momentum of some parameters of a bucket.
 
     Args:
@@ -65,6 +69,7 @@ def orthogonalize(
         selected: Indices of the parameters that step now; the same on every rank.
         momentum: Their momentum, `[batch, m_local, n_local]` each; not changed.
         count: Counters to add to.
+        disposable: The momentum given here may be overwritten: nothing else reads its memory.
 
     Returns:
         Updates shaped as `momentum`, in the orthogonalizer's dtype.
@@ -75,12 +80,12 @@ def orthogonalize(
     dtype = wire_dtype(bucket.orthogonalizer.dtype)
     units = [matrix[b] for matrix in momentum for b in range(per_param)]
     if not bucket.exchanges:
-        whole = _orthogonalize_whole(bucket, _stack(units, dtype), count)
+        whole = yield from _orthogonalize_whole(bucket, *_stack(units, dtype, disposable))
         return _by_parameter(whole, momentum) if units else [_nothing(bucket, matrix) for matrix in momentum]
     places = [bucket.places[index * per_param + b] for index in selected for b in range(per_param)]
     mine = [unit for unit, place in enumerate(places) if place.replica == bucket.replica_rank]
     if bucket.shard_group is None:
-        own = _orthogonalize_whole(bucket, _stack([units[unit] for unit in mine], dtype), count)
+        own = yield from _orthogonalize_whole(bucket, *_stack([units[unit] for unit in mine], dtype, disposable))
         shards = {unit: own[position] for position, unit in enumerate(mine)}
     else:
         shards = yield from _through_owners(bucket, units, places, mine, dtype, count)
@@ -104,28 +109,25 @@ def _by_parameter(whole: Tensor, momentum: Sequence[Tensor]) -> list[Tensor]:
     return list(whole.split([len(matrix) for matrix in momentum]))
 
 
-def _stack(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
-    """One `[count, m, n]` tensor of a dtype, or None for nothing; a lone matrix of that dtype is not copied."""
+def _stack(matrices: Sequence[Tensor], dtype: torch.dtype, disposable: bool) -> tuple[Tensor | None, bool]:
+    """(One `[count, m, n]` tensor of a dtype, or None for nothing; whether it may be overwritten)."""
     if not matrices:
-        return None
+        return None, False
     if len(matrices) == 1:
-        return matrices[0][None].to(dtype)
+        lone = matrices[0][None].to(dtype)
+        return lone, disposable or matrices[0].dtype != dtype
     whole = stack_of(matrices) if matrices[0].dtype == dtype else None
     if whole is not None:
-        return whole  # the row kernels wrote them next to each other
+        return whole, disposable  # the row kernels wrote them next to each other
     stacked = torch.empty((len(matrices), *matrices[0].shape), dtype=dtype, device=matrices[0].device)
     torch._foreach_copy_(list(stacked.unbind(0)), list(matrices))
-    return stacked
+    return stacked, True
 
 
-def _orthogonalize_whole(bucket: Bucket, whole: Tensor | None, count: ExchangeCount) -> Tensor:
-    if whole is None:
-        return torch.empty(0)
-    count.matrices += len(whole) * bucket.matrices_per_unit
-    # A custom function may return another dtype; updates travel in the orthogonalizer's, whatever the layout.
-    result = orthogonalize_blocks(whole, bucket.blocks, bucket.orthogonalizer).to(bucket.orthogonalizer.dtype)
-    if count.observe is not None:
-        count.observe(bucket, result)
+def _orthogonalize_whole(bucket: Bucket, whole: Tensor | None, overwrite: bool) -> Asking[Tensor]:
+    """Ask the runner, which may do it together with what other tasks ask for."""
+    result = yield Whole(bucket, whole, overwrite)
+    assert result is not None
     return result
 
 
@@ -136,13 +138,14 @@ def _through_owners(
     mine: Sequence[int],
     dtype: torch.dtype,
     count: ExchangeCount,
-) -> Work[dict[int, Tensor]]:
+) -> Asking[dict[int, Tensor]]:
     """Two all-to-alls around orthogonalization; `mine` are the units of this replica."""
     group, layout = bucket.shard_group, bucket.layout
     assert group is not None
     if not mine:  # nor has any other rank of the group
-        yield
-        yield
+        yield None
+        yield Whole(bucket, None, False)
+        yield None
         return {}
     here = bucket.members[bucket.shard_rank]
     by_owner: list[list[int]] = [[] for _ in bucket.members]
@@ -153,14 +156,10 @@ def _through_owners(
 
     outward_sizes = [len(sent) * here.numel for sent in by_owner]
     inward_sizes = [owned * member.numel for member in bucket.members]
-    outward = torch.empty(sum(outward_sizes), dtype=dtype, device=device)
-    if here.numel:
-        ordered = [unit for sent in by_owner for unit in sent]
-        slots = outward.view(len(ordered), here.row_count, here.col_count).unbind(0)
-        torch._foreach_copy_(list(slots), [units[unit] for unit in ordered])
+    outward = _packed([units[unit] for sent in by_owner for unit in sent], dtype)
     inward = torch.empty(sum(inward_sizes), dtype=dtype, device=device)
     work = _all_to_all(inward, outward, inward_sizes, outward_sizes, group, count)
-    yield
+    yield None
     if work is not None:
         work.wait()
     del outward
@@ -171,18 +170,18 @@ def _through_owners(
             if member.numel:
                 _put(whole, member.rows, member.cols, piece.view(owned, member.row_count, member.col_count))
     del inward
-    result = _orthogonalize_whole(bucket, whole, count)
+    result = yield from _orthogonalize_whole(bucket, whole, True)
     del whole
 
     back = torch.empty(sum(inward_sizes), dtype=compute, device=device)
     if owned:
         for member, piece in zip(bucket.members, back.split(inward_sizes), strict=True):
             if member.numel:
-                piece.view(owned, member.row_count, member.col_count).copy_(_take(result, member.rows, member.cols))
+                _copy(piece.view(owned, member.row_count, member.col_count), _take(result, member.rows, member.cols))
     del result
     received = torch.empty(sum(outward_sizes), dtype=compute, device=device)
     work = _all_to_all(received, back, outward_sizes, inward_sizes, group, count)
-    yield
+    yield None
     if work is not None:
         work.wait()
     del back
@@ -195,7 +194,7 @@ def _through_owners(
 
 def _share_with_replicas(
     bucket: Bucket, shards: dict[int, Tensor], places: Sequence[Place], like: Tensor, count: ExchangeCount
-) -> Work[dict[int, Tensor]]:
+) -> Asking[dict[int, Tensor]]:
     """Every replica did its part of the units: gather the parts, padded to the longest."""
     dtype = bucket.orthogonalizer.dtype
     shape = like.shape[1:]
@@ -204,7 +203,7 @@ def _share_with_replicas(
         by_replica[place.replica].append(unit)
     longest = max(len(part) for part in by_replica)
     if longest * shape.numel() == 0:  # the same for all replicas, which hold the same shards
-        yield
+        yield None
         return {unit: like.new_empty(shape, dtype=dtype) for unit in range(len(places))}
     own = torch.empty((longest, *shape), dtype=dtype, device=like.device)
     parts = by_replica[bucket.replica_rank]
@@ -215,7 +214,7 @@ def _share_with_replicas(
     count.all_gathers += 1
     count.bytes_sent += own.numel() * own.element_size() * (bucket.replica_count - 1)
     work = dist.all_gather_into_tensor(gathered.view(-1, *shape), own, group=bucket.replica_group, async_op=True)
-    yield
+    yield None
     if work is not None:
         work.wait()
     return {
@@ -242,14 +241,44 @@ def _all_to_all(
     return work
 
 
+def _packed(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """One message of these `[m, n]` matrices, row by row; their own memory where they lie so already."""
+    whole = stack_of(matrices) if matrices[0].dtype == dtype and matrices[0].is_contiguous() else None
+    if whole is not None and whole.is_contiguous():
+        return whole.view(-1)
+    message = torch.empty((len(matrices), *matrices[0].shape), dtype=dtype, device=matrices[0].device)
+    if message.numel():
+        torch._foreach_copy_(list(message.unbind(0)), list(matrices))
+    return message.view(-1)
+
+
 def _put(whole: Tensor, rows: slice | Tensor, cols: slice | Tensor, piece: Tensor) -> None:
     """whole[:, rows, cols] = piece, for any mixture of slices and index tensors."""
-    if isinstance(rows, slice):
+    if isinstance(rows, slice) and isinstance(cols, slice):
+        _copy(whole[:, rows, cols], piece)
+    elif isinstance(rows, slice):
         whole[:, rows][..., cols] = piece
     elif isinstance(cols, slice):
         whole[..., cols][:, rows] = piece
     else:
         whole[:, rows[:, None], cols] = piece
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """Copy between views of one shape, in words of 8 bytes where rows allow it: a copy costs by elements, too."""
+    words = _in_words(target), _in_words(source)
+    if words[0] is not None and words[1] is not None and target.dtype == source.dtype:
+        words[0].copy_(words[1])
+    else:
+        target.copy_(source)
+
+
+def _in_words(x: Tensor) -> Tensor | None:
+    count = 8 // x.element_size()
+    places = (x.storage_offset(), x.shape[-1], *x.stride()[:-1])
+    if count > 1 and x.stride(-1) == 1 and x.numel() and all(place % count == 0 for place in places):
+        return x.view(torch.int64)
+    return None
 
 
 def _take(whole: Tensor, rows: slice | Tensor, cols: slice | Tensor) -> Tensor:

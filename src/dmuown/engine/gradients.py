@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuown.engine.agreement import GradientReport, agree
+from dmuown.engine.capturable import is_recording
 from dmuown.engine.groups import control_group, mesh_group
 from dmuown.engine.layout import local_tensor
 from dmuown.engine.records import ParamRecord
@@ -18,13 +19,18 @@ from dmuown.errors import GradientError
 
 NonFinite = Literal["raise", "skip", "propagate"]
 
-_SPARSE, _PLACEMENT, _KIND, _NONFINITE = 1, 2, 3, 4
+#: What ranks tell each other, the gravest last: a recorded step is to be recorded anew, or a gradient cannot be used.
+RESTART, _SPARSE, _PLACEMENT, _KIND, _NONFINITE, _ABSENT = range(1, 7)
 
 _FAULTS = {
     _SPARSE: ("its gradient is sparse", "Use dense gradients (nn.Embedding(..., sparse=False))"),
     _PLACEMENT: ("its gradient is a DTensor laid out unlike the parameter", "Redistribute the gradient"),
     _KIND: ("it is a DTensor and its gradient a plain tensor, or the reverse", "Do not replace .grad by hand"),
     _NONFINITE: ("its gradient has a NaN or an infinity", 'Lower the learning rate, clip, or set nonfinite="skip"'),
+    _ABSENT: (
+        "it has no gradient on some rank, and a recorded step would never update it",
+        "Freeze it out of the optimizer, or record after a backward that reaches it",
+    ),
 }
 
 
@@ -50,15 +56,48 @@ def collect_gradients(
         Plain local tensors of the shapes of the local parameters; never the caller's to write.
 
     Raises:
-        GradientError: A gradient that cannot be used; on every rank that shares a parameter with a
-            rank that must raise.
+        GradientError: A gradient that cannot be used, or, while a CUDA graph records, one that is missing; on
+            every rank that shares a parameter with a rank that must raise.
     """
-    codes = [_fault(record) for record in records]
+    reports, _ = agree_on_gradients(records, audiences, nonfinite, needed=is_recording())
+    gradients: list[Tensor | None] = [None] * len(records)
+    for audience, indices in audiences.items():
+        report = reports[audience]
+        for position, index in enumerate(indices):
+            if report.present[position] and not report.bad[position]:
+                gradients[index] = _usable(records[index], report.absent[position], maximize[index])
+    return gradients
+
+
+def agree_on_gradients(
+    records: Sequence[ParamRecord],
+    audiences: Mapping[tuple[int, ...], Sequence[int]],
+    nonfinite: NonFinite,
+    *,
+    needed: bool,
+    told: int = 0,
+) -> tuple[dict[tuple[int, ...], GradientReport], int]:
+    """Tell all ranks that share parameters which gradients are there, and whether they can be used.
+
+    Args:
+        records: As for `collect_gradients`.
+        audiences: As for `collect_gradients`.
+        nonfinite: As for `collect_gradients`.
+        needed: Whether every parameter must have a gradient, on every rank.
+        told: `RESTART` where this rank is about to record its step anew.
+
+    Returns:
+        The reports by audience, and the gravest that any rank told.
+
+    Raises:
+        GradientError: As `collect_gradients`.
+    """
+    codes = [_fault(record, needed=needed) for record in records]
     if nonfinite != "propagate":
         _mark_nonfinite(records, codes)
     reports: dict[tuple[int, ...], GradientReport] = {}
     worst: tuple[str, int] | None = None
-    fault = 0
+    fault = told
     for audience, indices in audiences.items():
         present = [records[index].param.grad is not None for index in indices]
         report = GradientReport(present, [not here for here in present], [codes[i] for i in indices], fault)
@@ -68,16 +107,10 @@ def collect_gradients(
                 worst = worst or (records[index].name, code)
         fault = max(report.fault, worst[1] if worst else 0)
     fault = _tell_earlier(list(audiences), fault)
-    if fault:
+    if fault > RESTART:
         name = worst[0] if worst else "a parameter that this rank has no part of"
         raise GradientError(name, *_FAULTS[worst[1] if worst else fault])
-    gradients: list[Tensor | None] = [None] * len(records)
-    for audience, indices in audiences.items():
-        report = reports[audience]
-        for position, index in enumerate(indices):
-            if report.present[position] and not report.bad[position]:
-                gradients[index] = _usable(records[index], report.absent[position], maximize[index])
-    return gradients
+    return reports, fault
 
 
 def _tell_earlier(audiences: Sequence[tuple[int, ...]], fault: int) -> int:
@@ -92,10 +125,10 @@ def _tell_earlier(audiences: Sequence[tuple[int, ...]], fault: int) -> int:
     return fault
 
 
-def _fault(record: ParamRecord) -> int:
+def _fault(record: ParamRecord, *, needed: bool) -> int:
     grad = record.param.grad
     if grad is None:
-        return 0
+        return _ABSENT if needed else 0
     if grad.layout != torch.strided:
         return _SPARSE
     if isinstance(record.param, DTensor):

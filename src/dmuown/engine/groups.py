@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -65,10 +65,18 @@ def mesh_ranks(mesh: DeviceMesh, dims: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(int(rank) for rank in mesh.mesh[index].reshape(-1).tolist())
 
 
-def mesh_coordinates(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
+#: Meshes do not change, and summaries ask for each rank of each bucket.
+_coordinates: weakref.WeakKeyDictionary[DeviceMesh, Mapping[int, tuple[int, ...]]] = weakref.WeakKeyDictionary()
+
+
+def mesh_coordinates(mesh: DeviceMesh) -> Mapping[int, tuple[int, ...]]:
     """Return the mesh coordinate of every global rank of a mesh."""
-    positions = (mesh.mesh >= 0).nonzero().tolist()
-    return {int(rank): tuple(at) for rank, at in zip(mesh.mesh.reshape(-1).tolist(), positions, strict=True)}
+    found = _coordinates.get(mesh)
+    if found is None:
+        positions = (mesh.mesh >= 0).nonzero().tolist()
+        found = {int(rank): tuple(at) for rank, at in zip(mesh.mesh.reshape(-1).tolist(), positions, strict=True)}
+        _coordinates[mesh] = found
+    return found
 
 
 def audience_of(param: Tensor) -> tuple[int, ...]:

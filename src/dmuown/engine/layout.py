@@ -111,6 +111,7 @@ class MatrixLayout:
             self.m, self.n = (last_two[1], last_two[0]) if transposed else last_two
             self.leading_shape = self.shape[:-2]
         self._shards: dict[tuple[int, ...], Shards] = {}
+        self._blocks: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {}
         self.mesh: DeviceMesh | None = None
         self.placements: tuple[Placement, ...] = ()
         self.row_dims: tuple[int, ...] = ()
@@ -179,8 +180,14 @@ class MatrixLayout:
         Returns:
             One tuple a replica, in the order of the mesh: the ranks that share a matrix, ascending.
         """
-        assert self.mesh is not None
         free = (*self.replicate_dims, *self.matrix_dims)
+        key = tuple(at for dim, at in enumerate(coordinate) if dim not in free)
+        if key not in self._blocks:
+            self._blocks[key] = self._block_at(coordinate, free)
+        return self._blocks[key]
+
+    def _block_at(self, coordinate: tuple[int, ...], free: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        assert self.mesh is not None
         index = tuple(slice(None) if dim in free else at for dim, at in enumerate(coordinate))
         left = sorted(free)
         block = self.mesh.mesh[index].permute([left.index(dim) for dim in free])

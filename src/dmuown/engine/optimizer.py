@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import nullcontext
 from copy import copy
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dmuown.algorithms import ElementwiseAlgorithm, fused
-from dmuown.engine import loading, rows
+from dmuown.engine import joint, loading, rows
 from dmuown.engine.base import AsyncRuntime, AsyncTask, _MuonBase
 from dmuown.engine.capturable import check_capture, hold_lr, hold_lrs
 from dmuown.engine.exchange import ExchangeCount, orthogonalize, wire_dtype
@@ -25,12 +26,12 @@ from dmuown.engine.gradients import NonFinite, collect_gradients
 from dmuown.engine.info import generation_of
 from dmuown.engine.layout import local_tensor
 from dmuown.engine.options import check_names, complete_group, prefer_aliases
-from dmuown.engine.plan import Bucket
 from dmuown.engine.planning import OFFLOAD_BATCH_SIZE, Chunk, Plan, load_elementwise, make_plan
 from dmuown.engine.records import (
     ParamRecord,
     as_groups,
     check_complete,
+    check_mesh_type,
     check_not_dedicated_since,
     make_records,
     named_tensors,
@@ -38,6 +39,7 @@ from dmuown.engine.records import (
     warn_of_narrow_storage,
 )
 from dmuown.engine.state import add_missing_buffers
+from dmuown.engine.streams import SideStreams
 from dmuown.engine.whole import update_whole
 from dmuown.errors import OptionError, OptionTypeError, ParameterError
 from dmuown.ownership.away import AwayParameter
@@ -82,7 +84,7 @@ class MuonEngine(_MuonBase):
         nonfinite: NonFinite = "propagate",
     ) -> None:
         generation_of(_MuonBase)  # refuses a Dion that would never ask for our tasks
-        _check_mesh_type(distributed_mesh)
+        check_mesh_type(distributed_mesh)
         if nonfinite not in ("raise", "skip", "propagate"):
             raise OptionError("nonfinite", f"must be 'raise', 'skip' or 'propagate', got {nonfinite!r}")
         if newton_schulz_func is not None and not callable(newton_schulz_func):
@@ -100,9 +102,10 @@ class MuonEngine(_MuonBase):
         self._records: list[ParamRecord] = []
         self._record_of: dict[Tensor, ParamRecord] = {}
         self._gradients: dict[Tensor, Tensor] = {}
-        self._part: list[Bucket] = []
+        self._part: list[joint.Joint] = []
         self._plan: Plan | None = None
         self._held_lrs: dict[int, Tensor] = {}
+        self._streams: SideStreams | None = None
         self._complete = False
         self._rows_unverified = True
         self.exchange_count = ExchangeCount()
@@ -260,7 +263,7 @@ class MuonEngine(_MuonBase):
             with torch.enable_grad():
                 loss = closure()
         check_capture(self._records, self.param_groups, self._nonfinite)
-        hold_lrs(self._records, self.param_groups, self._held_lrs)
+        self._sync_hyperparam_tensors()
         plan = self._plan_now()
         self._verify_rows(plan)
         maximize = [self.param_groups[record.group_index]["maximize"] for record in self._records]
@@ -268,13 +271,13 @@ class MuonEngine(_MuonBase):
         self._gradients = {
             record.param: grad for record, grad in zip(self._records, gradients, strict=True) if grad is not None
         }
-        for group in self.param_groups:
-            group["step"] += 1
+        self._advance_host_step_counters()
         self.orthogonalized = 0
         try:
             for self._part in plan.parts:
-                tasks = self._create_tasks(last=self._part is plan.parts[-1])
-                AsyncRuntime(tasks, max_concurrent_tasks=MAX_CONCURRENT_TASKS).run()
+                with self._streams or nullcontext():
+                    tasks = self._create_tasks(last=self._part is plan.parts[-1])
+                    AsyncRuntime(tasks, max_concurrent_tasks=MAX_CONCURRENT_TASKS).run()
             finish_copies()
         finally:
             self._gradients, self._part = {}, []
@@ -288,8 +291,8 @@ class MuonEngine(_MuonBase):
 
     def _create_ortho_tasks(self, param_groups: list[dict[str, Any]]) -> Generator[AsyncTask, None, None]:
         """Tasks of the matrix groups (hook of Dion's main): buckets by falling cost."""
-        for chunk in self._plan_now().chunks(self._gradients, param_groups, self._part):
-            yield AsyncTask(self._update_matrices(chunk))
+        for part, chunks in self._plan_now().tasks(self._gradients, param_groups, self._part):
+            yield self._task(joint.run(part, [self._update_matrices(chunk) for chunk in chunks], self.exchange_count))
 
     def _create_muon_tasks(
         self, param_groups: list[dict[str, Any]], algo_name: str = "muon"
@@ -302,7 +305,7 @@ class MuonEngine(_MuonBase):
     ) -> Generator[AsyncTask, None, None]:
         """Tasks of all elementwise groups, AdamW and others."""
         for records, group in self._plan_now().elementwise(param_groups):
-            yield AsyncTask(self._update_elements(records, group))
+            yield self._task(self._update_elements(records, group))
 
     def _create_lion_tasks(
         self, param_groups: list[dict[str, Any]], algo_name: str = "lion"
@@ -311,7 +314,10 @@ class MuonEngine(_MuonBase):
         return
         yield
 
-    def _update_matrices(self, chunk: Chunk) -> Generator[None, None, None]:
+    def _task(self, work: Generator[None, None, None]) -> AsyncTask:
+        return AsyncTask(work if self._streams is None else self._streams.run(work))
+
+    def _update_matrices(self, chunk: Chunk) -> joint.Asking[None]:
         """The sentence: one bucket, or as much of it as `batch_size` allows."""
         algorithm = chunk.algorithm
         if algorithm.updates_whole_tensors():
@@ -321,16 +327,19 @@ class MuonEngine(_MuonBase):
         working = chunk.working_set()
         batch = chunk.batch(self.state, self._gradients, working)
         if working.in_flight:
-            yield  # state is on its way from the host: let other tasks compute
+            yield None  # state is on its way from the host: let other tasks compute
         working.wait()
         momentum = fused.before(algorithm, batch, wire_dtype(chunk.bucket.orthogonalizer.dtype))
+        disposable = momentum is not None
         if momentum is None:
             gradient = yield from algorithm.prepare_gradient(batch)
             batch.check_returned(algorithm.name, "prepare_gradient", gradient)
             momentum = algorithm.update_momentum(batch, gradient)
             batch.check_returned(algorithm.name, "update_momentum", momentum)
             del gradient
-        update = yield from orthogonalize(chunk.bucket, chunk.selected, momentum, self.exchange_count)
+        update = yield from orthogonalize(
+            chunk.bucket, chunk.selected, momentum, self.exchange_count, disposable=disposable
+        )
         del momentum
         if not (yield from fused.after(algorithm, batch, update)):
             update = yield from algorithm.shape_update(batch, update)
@@ -465,6 +474,15 @@ class MuonEngine(_MuonBase):
         """Dion's main asks which options become device tensors: none, `lr` stays the caller's float."""
         return ()
 
+    def _sync_hyperparam_tensors(self) -> None:
+        """Put numbers that schedulers wrote into the tensors that a graph reads (hook of Dion's graph wrapper)."""
+        hold_lrs(self._records, self.param_groups, self._held_lrs)
+
+    def _advance_host_step_counters(self) -> None:
+        """Count a replayed step (hook of Dion's graph wrapper)."""
+        for group in self.param_groups:
+            group["step"] += 1
+
     def __getstate__(self) -> dict[str, Any]:
         own = ("_class_defaults", "_newton_schulz", "_nonfinite", "_rows_unverified")
         return {**super().__getstate__(), **{key: self.__dict__[key] for key in own}}
@@ -473,15 +491,10 @@ class MuonEngine(_MuonBase):
         super().__setstate__(state)
         self._complete = True
         self._gradients, self._part = {}, []
-        self._held_lrs = {}
+        self._held_lrs, self._streams = {}, None
         # The plan waits until it is needed: making it is collective.
         self._plan = None
         self._rebuild_records()
         self.__dict__.setdefault("exchange_count", ExchangeCount())
         self.__dict__.setdefault("orthogonalized", 0)
         self._dedications = dedications()
-
-
-def _check_mesh_type(mesh: object) -> None:
-    if mesh is not None and not isinstance(mesh, (DeviceMesh, ProcessGroup)):
-        raise OptionTypeError("distributed_mesh", f"must be a DeviceMesh or ProcessGroup, got {type(mesh).__name__}")

@@ -15,7 +15,7 @@ from dmuown import kernels
 from dmuown.algorithms import Algorithm, MuonAlgorithm, get_algorithm, loaded_algorithms, source_of
 from dmuown.engine.capturable import check_capturable
 from dmuown.engine.state_version import STATE_VERSION
-from dmuown.errors import MissingDependencyError, OptionError
+from dmuown.errors import MissingDependencyError, OptionError, install_extra
 from dmuown.orthogonalize import resolve_orthogonalizer
 from dmuown.state.spec import OPTIM_DTYPES, PRECISIONS
 
@@ -317,7 +317,7 @@ def _validate(group: dict[str, Any], where: str, defaults: Mapping[str, Any]) ->
         raise OptionError(f"{where}: differentiable", "updates cannot be differentiated through", "Leave it out")
     if group.get("use_triton") and not kernels.available():
         raise MissingDependencyError(
-            f"{where}: use_triton", "needs Triton, which is not installed", "pip install dmuown[triton]"
+            f"{where}: use_triton", "needs Triton, which is not installed", install_extra("triton")
         )
     if group.get("capturable"):
         check_capturable(group, where)

@@ -40,6 +40,7 @@ class Bucket:
         replicas: Number, as in the team, of the replica of every rank of `replica_group`, in its order.
         owners: Who orthogonalizes each unit.
         block_of_row: Per local row, its block; None for one block.
+        limit: Matrices updated at once (the group's `batch_size`); None for all.
     """
 
     group_index: int
@@ -56,6 +57,12 @@ class Bucket:
     replicas: list[int] = field(default_factory=lambda: [0])
     owners: Owners = field(default_factory=Owners)
     block_of_row: Tensor | None = None
+    limit: int | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where its parameters are."""
+        return local_tensor(self.params[0]).device
 
     @property
     def units_per_param(self) -> int:
@@ -67,6 +74,11 @@ class Bucket:
         """The same on the rank that has most of them (the first place of the mesh), at least 1; alike on all ranks."""
         first = () if self.layout.mesh is None else (0,) * self.layout.mesh.ndim
         return max(1, self.layout.batch_at(first))
+
+    @property
+    def params_at_once(self) -> int:
+        """Parameters that one task updates; alike on all ranks."""
+        return len(self.params) if self.limit is None else max(1, self.limit // self.most_units_per_param)
 
     @property
     def matrices_per_unit(self) -> int:
@@ -130,6 +142,7 @@ def make_bucket(
     layout: MatrixLayout,
     blocks: Blocks,
     orthogonalizer: Orthogonalizer,
+    limit: int | None = None,
 ) -> Bucket:
     """Build one bucket, without owners: find its groups of ranks and every member's shards.
 
@@ -163,6 +176,7 @@ def make_bucket(
         input_group,
         output_group,
         members,
+        limit=limit,
     )
     if len(blocks) > 1:
         of_row = torch.empty(layout.m, dtype=torch.int64)

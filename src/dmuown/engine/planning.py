@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from dmuown.algorithms import Algorithm, DeclaredState, ElementwiseAlgorithm, MatrixBatch, MuonAlgorithm
 from dmuown.engine.agreement import first_difference
 from dmuown.engine.groups import audience_of, audiences, control_group, mesh_group
+from dmuown.engine.joint import Joint, join
 from dmuown.engine.layout import local_tensor
 from dmuown.engine.owners import assign_owners
 from dmuown.engine.plan import Bucket, join_team, make_bucket
@@ -146,41 +147,45 @@ class Plan:
         buckets: Matrix buckets, by falling cost.
         records: All parameters.
         audiences: Indices of records by the ranks that hold parts of them (`groups.audiences`).
-        parts: Buckets by audience, to be updated part after part: ranks agree within an audience on
-            which parameters step, so only there do tasks interleave alike on all ranks, as the order
-            of their collectives needs. At least one part, which may be empty.
+        parts: Buckets by audience, small ones joined, to be updated part after part: ranks agree within an
+            audience on which parameters step, so only there do tasks interleave alike on all ranks, as the
+            order of their collectives needs. At least one part, which may be empty.
     """
 
     buckets: list[Bucket]
     records: list[ParamRecord]
     audiences: dict[tuple[int, ...], list[int]]
-    parts: list[list[Bucket]]
+    parts: list[list[Joint]]
     _algorithms: dict[Tensor, Algorithm] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._algorithms = {record.param: record.algorithm for record in self.records}
 
-    def chunks(
-        self, gradients: Mapping[Tensor, Tensor], groups: Sequence[dict[str, Any]], part: Sequence[Bucket]
-    ) -> Iterator[Chunk]:
-        """Split the stepping parameters of each bucket of a part by its group's `batch_size` (matrices at once)."""
-        for bucket in part:
+    def chunks(self, gradients: Mapping[Tensor, Tensor], groups: Sequence[dict[str, Any]], joint: Joint) -> list[Chunk]:
+        """The stepping parameters of each of its buckets, split by the group's `batch_size` (matrices at once)."""
+        chunks = []
+        for bucket in joint.buckets:
             stepping = [index for index, param in enumerate(bucket.params) if param in gradients]
             group, algorithm = groups[bucket.group_index], self.algorithm_of(bucket)
-            for selected in self.splits(bucket, group, stepping):
-                yield Chunk(bucket, algorithm, selected, group)
+            chunks += [Chunk(bucket, algorithm, part, group) for part in self.splits(bucket, stepping)]
+        return chunks
 
-    def splits(self, bucket: Bucket, group: Mapping[str, Any], stepping: Sequence[int]) -> list[list[int]]:
-        """Split the stepping parameters of a bucket by its group's `batch_size`, alike on all ranks of its mesh."""
+    def tasks(
+        self, gradients: Mapping[Tensor, Tensor], groups: Sequence[dict[str, Any]], part: Sequence[Joint]
+    ) -> Iterator[tuple[Joint, list[Chunk]]]:
+        """What is updated in one task each: the chunks of a joint together, those of a lone bucket one by one."""
+        for joint in part:
+            chunks = self.chunks(gradients, groups, joint)
+            for together in [chunks] if len(joint.buckets) > 1 else [[chunk] for chunk in chunks]:
+                if together:
+                    yield joint, together
+
+    def splits(self, bucket: Bucket, stepping: Sequence[int]) -> list[list[int]]:
+        """Split the stepping parameters of a bucket into tasks, alike on all ranks of its mesh."""
         if bucket.is_empty:
             return []
-        limit = group["batch_size"]
-        if limit is None and group["offload_state"]:
-            limit = OFFLOAD_BATCH_SIZE
-        if group["foreach"] is False:
-            limit = 1
-        size = len(stepping) if limit is None else max(1, limit // bucket.most_units_per_param)
-        return [list(stepping[start : start + size]) for start in range(0, len(stepping), max(1, size))]
+        size = max(1, bucket.params_at_once)
+        return [list(stepping[start : start + size]) for start in range(0, len(stepping), size)]
 
     @property
     def agreements(self) -> int:
@@ -205,6 +210,14 @@ class Plan:
         return algorithm
 
 
+def matrices_at_once(group: Mapping[str, Any]) -> int | None:
+    """How many matrices of a group one task updates at most; None for all that are alike."""
+    if group["foreach"] is False:
+        return 1
+    limit: int | None = group["batch_size"]
+    return OFFLOAD_BATCH_SIZE if limit is None and group["offload_state"] else limit
+
+
 def make_plan(
     records: Sequence[ParamRecord],
     groups: Sequence[Mapping[str, Any]],
@@ -223,24 +236,25 @@ def make_plan(
             # Made now, so that a step that has to mend a replica's gradient makes no group.
             replicated = [dim for dim, placement in enumerate(record.param.placements) if placement.is_replicate()]
             mesh_group(record.param.device_mesh, tuple(replicated))
-    parts: dict[tuple[object, ...], list[ParamRecord]] = defaultdict(list)
+    alike: dict[tuple[object, ...], list[ParamRecord]] = defaultdict(list)
     for record in records:
         if record.layout is not None:
             key = (record.group_index, record.layout.key, record.blocks, record.param.dtype, record.param.device)
-            parts[_hashable(key)].append(record)
+            alike[_hashable(key)].append(record)
     buckets = []
-    for part in parts.values():
-        first = part[0]
+    for same in alike.values():
+        first = same[0]
         assert first.layout is not None
         options: dict[str, Any] = {**groups[first.group_index], "newton_schulz_func": newton_schulz_func}
         buckets.append(
             make_bucket(
                 first.group_index,
-                [record.param for record in part],
-                [record.name for record in part],
+                [record.param for record in same],
+                [record.name for record in same],
                 first.layout,
                 first.blocks,
                 resolve_orthogonalizer(options, compute_device(local_tensor(first.param), options)),
+                matrices_at_once(options),
             )
         )
     buckets.sort(key=lambda bucket: -bucket.flops_per_unit * len(bucket.params))
@@ -250,7 +264,19 @@ def make_plan(
     parts_of: dict[tuple[int, ...], list[Bucket]] = {audience: [] for audience in by_audience}
     for bucket in buckets:
         parts_of[audience_of(bucket.params[0])].append(bucket)
-    return Plan(buckets, list(records), by_audience, [part for part in parts_of.values() if part] or [[]])
+    algorithm_of = {record.param: record.algorithm for record in records}
+    parts = [
+        join(part, (_stays_alone(algorithm_of[bucket.params[0]], groups[bucket.group_index]) for bucket in part))
+        for part in parts_of.values()
+        if part
+    ]
+    return Plan(buckets, list(records), by_audience, parts or [[]])
+
+
+def _stays_alone(algorithm: Algorithm, group: Mapping[str, Any]) -> bool:
+    """Whether a bucket's task is never joined with others': its memory is bounded, or it orthogonalizes itself."""
+    bounded = matrices_at_once(group) is not None
+    return bounded or not isinstance(algorithm, MuonAlgorithm) or algorithm.updates_whole_tensors()
 
 
 def _hashable(key: tuple[object, ...]) -> tuple[object, ...]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dmuown.algorithms import Algorithm, MuonAlgorithm, get_algorithm
@@ -312,3 +314,13 @@ def warn_of_narrow_storage(records: Iterable[ParamRecord]) -> None:
             narrow[0].param.dtype,
             narrow[0].algorithm.name,
         )
+
+
+def check_mesh_type(mesh: object) -> None:
+    """Check what is accepted for compatibility with Dion, and not used.
+
+    Raises:
+        OptionTypeError: Neither a mesh nor a group.
+    """
+    if mesh is not None and not isinstance(mesh, (DeviceMesh, ProcessGroup)):
+        raise OptionTypeError("distributed_mesh", f"must be a DeviceMesh or ProcessGroup, got {type(mesh).__name__}")

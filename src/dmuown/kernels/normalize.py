@@ -70,7 +70,9 @@ def _scale_kernel(
         tl.store(out + offsets, (x / scale).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def normalize(x: Tensor, dtype: torch.dtype, *, factor: float, epsilon: float, clamp: bool) -> Tensor | None:
+def normalize(
+    x: Tensor, dtype: torch.dtype, *, factor: float, epsilon: float, clamp: bool, overwrite: bool = False
+) -> Tensor | None:
     """x / (factor * ||x||_F + epsilon), or / max(factor * ||x||_F, epsilon), per matrix, in `dtype`.
 
     Args:
@@ -79,10 +81,12 @@ def normalize(x: Tensor, dtype: torch.dtype, *, factor: float, epsilon: float, c
         factor: Multiplies the norm.
         epsilon: Added to, or lower bound of, the scaled norm.
         clamp: Which of the two.
+        overwrite: Put the result into x's memory where `dtype` is as wide as x's: every element is read before it
+            is written, by one thread.
 
     Returns:
-        A new tensor, or None where x is laid out otherwise. Norms are fp32: beyond 1e19 or below 1e-19 per
-        element the squares leave its range, as torch's own do.
+        A new tensor or x's memory as `dtype`, or None where x is laid out otherwise. Norms are fp32: beyond 1e19
+        or below 1e-19 per element the squares leave its range, as torch's own do.
     """
     batch, m, n = x.shape
     size = m * n
@@ -92,8 +96,12 @@ def normalize(x: Tensor, dtype: torch.dtype, *, factor: float, epsilon: float, c
         return None
     if x.dtype not in _DTYPES or dtype not in _DTYPES:
         return None
-    out = torch.empty((batch, m, n), dtype=dtype, device=x.device)
-    if rows_inner and not columns_inner:
+    in_place = overwrite and x.element_size() == dtype.itemsize
+    if in_place and x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0:  # as a new tensor would be aligned
+        out = x.view(dtype)
+    elif columns_inner:
+        out = torch.empty((batch, m, n), dtype=dtype, device=x.device)
+    else:
         out = torch.empty((batch, n, m), dtype=dtype, device=x.device).mT
     blocks = triton.cdiv(size, _BLOCK)
     # Enough programs to fill a card, and no more partial sums than one block adds up.
@@ -104,6 +112,6 @@ def normalize(x: Tensor, dtype: torch.dtype, *, factor: float, epsilon: float, c
     grid = (parts, batch, 1)
     arguments = (x, partial, size, x.stride(0), per_part, parts)
     launch(_partial_kernel, grid, arguments, (_BLOCK,), x.device, num_warps=8)
-    scaled = (x, partial, out, size, x.stride(0), size, per_part, parts, float(factor), float(epsilon))
+    scaled = (x, partial, out, size, x.stride(0), out.stride(0), per_part, parts, float(factor), float(epsilon))
     launch(_scale_kernel, grid, scaled, (clamp, _BLOCK, _MAX_PARTS), x.device, num_warps=8)
     return out

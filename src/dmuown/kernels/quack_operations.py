@@ -28,7 +28,9 @@ class QuackOperations:
         _, rows, columns = shape
         return dtype.itemsize == 2 and rows >= SMALLEST_ROWS and rows % 8 == 0 and columns % 8 == 0
 
-    def normalize(self, x: Tensor, dtype: torch.dtype, *, factor: float, epsilon: float, clamp: bool) -> Tensor | None:
+    def normalize(
+        self, x: Tensor, dtype: torch.dtype, *, factor: float, epsilon: float, clamp: bool, overwrite: bool = False
+    ) -> Tensor | None:
         """None: torch normalizes."""
         return None
 

@@ -22,9 +22,11 @@ class TritonOperations:
         """Whether these kernels beat torch there by the checked-in measurements (`table.triton_preferred`)."""
         return table.triton_preferred(torch.cuda.get_device_capability(device), dtype, shape)
 
-    def normalize(self, x: Tensor, dtype: torch.dtype, *, factor: float, epsilon: float, clamp: bool) -> Tensor | None:
+    def normalize(
+        self, x: Tensor, dtype: torch.dtype, *, factor: float, epsilon: float, clamp: bool, overwrite: bool = False
+    ) -> Tensor | None:
         """Each matrix by its Frobenius norm, cast to `dtype`: see `normalize.normalize`."""
-        return normalize.normalize(x, dtype, factor=factor, epsilon=epsilon, clamp=clamp)
+        return normalize.normalize(x, dtype, factor=factor, epsilon=epsilon, clamp=clamp, overwrite=overwrite)
 
     def symmetric_product(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """x x^T: [B, m, n] -> [B, m, m]."""

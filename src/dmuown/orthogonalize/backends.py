@@ -42,10 +42,13 @@ class Operations(Protocol):
     def preferred(self, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> bool:
         """Whether `auto` should take this backend for [batch, rows, columns], rows <= columns (measured crossover)."""
 
-    def normalize(self, x: Tensor, dtype: torch.dtype, *, factor: float, epsilon: float, clamp: bool) -> Tensor | None:
-        """x / (factor ||x||_F + epsilon), or / max(factor ||x||_F, epsilon), per matrix, as a new tensor in `dtype`.
+    def normalize(
+        self, x: Tensor, dtype: torch.dtype, *, factor: float, epsilon: float, clamp: bool, overwrite: bool = False
+    ) -> Tensor | None:
+        """x / (factor ||x||_F + epsilon), or / max(factor ||x||_F, epsilon), per matrix, in `dtype`.
 
-        None, with nothing done, where torch should: a dtype, device or layout this backend has no kernel for.
+        A new tensor, or with `overwrite` x's own memory where `dtype` is as wide as x's. None, with nothing done,
+        where torch should: a dtype, device or layout this backend has no kernel for.
         """
 
     def symmetric_product(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -72,7 +75,9 @@ class TorchOperations:
     def preferred(self, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> bool:
         return True
 
-    def normalize(self, x: Tensor, dtype: torch.dtype, *, factor: float, epsilon: float, clamp: bool) -> Tensor | None:
+    def normalize(
+        self, x: Tensor, dtype: torch.dtype, *, factor: float, epsilon: float, clamp: bool, overwrite: bool = False
+    ) -> Tensor | None:
         return None
 
     def symmetric_product(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:

@@ -165,13 +165,14 @@ def _uniform(blocks: Blocks, m: int) -> bool:
     )
 
 
-def orthogonalize_blocks(x: Tensor, blocks: Blocks, orthogonalizer: Callable[[Tensor], Tensor]) -> Tensor:
+def orthogonalize_blocks(x: Tensor, blocks: Blocks, orthogonalizer: Callable[..., Tensor], **options: bool) -> Tensor:
     """Orthogonalize each block of rows on its own, equal shapes in one batch.
 
     Args:
         x: [B, m, n] or [m, n] whole matrices, any strides; not changed.
         blocks: Disjoint, covering the m rows; empty or a single full block is the whole matrix.
         orthogonalizer: Maps [B', rows, n] to the same shape.
+        options: Handed to it: `overwrite` of `Orthogonalizer`.
 
     Returns:
         A new tensor of x's shape in the orthogonalizer's dtype.
@@ -183,14 +184,14 @@ def orthogonalize_blocks(x: Tensor, blocks: Blocks, orthogonalizer: Callable[[Te
     if len(blocks) <= 1:
         if blocks:
             check_blocks(blocks, m)
-        return orthogonalizer(x)
+        return orthogonalizer(x, **options)
     if _uniform(blocks, m):
         # Heads of equal size: splitting a row axis is a view whatever the strides, and so is going back.
         whole = x.reshape(-1, m // len(blocks), n)
-        return orthogonalizer(whole).reshape(x.shape)
+        return orthogonalizer(whole, **options).reshape(x.shape)
     check_blocks(blocks, m)
     if x.dim() == 2:
-        return orthogonalize_blocks(x.unsqueeze(0), blocks, orthogonalizer).squeeze(0)
+        return orthogonalize_blocks(x.unsqueeze(0), blocks, orthogonalizer, **options).squeeze(0)
     by_rows: dict[int, list[Block]] = {}
     for block in blocks:
         by_rows.setdefault(block_rows(block), []).append(block)
@@ -198,7 +199,7 @@ def orthogonalize_blocks(x: Tensor, blocks: Blocks, orthogonalizer: Callable[[Te
     for rows, same in by_rows.items():
         parts = [_taken(x, block) for block in same]
         # A lone block needs no gathering copy.
-        done = orthogonalizer(parts[0] if len(parts) == 1 else torch.stack(parts, 1).view(-1, rows, n))
+        done = orthogonalizer(parts[0] if len(parts) == 1 else torch.stack(parts, 1).view(-1, rows, n), **options)
         if result is None:
             result = torch.empty(x.shape, dtype=done.dtype, device=x.device)
         pieces = done.reshape(x.size(0), len(same), rows, n).unbind(1)

@@ -87,11 +87,12 @@ class Orthogonalizer:
         object.__setattr__(self, "dtype", check_dtype("ns_dtype", self.dtype))
         object.__setattr__(self, "table", table)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
         """Orthogonalize each matrix of `x`.
 
         Args:
             x: Real floating [B, m, n] or [m, n], whole logical matrices [output, input], any strides; not changed.
+            overwrite: x may be changed and its memory used for the result: less temporary memory on CUDA.
 
         Returns:
             A new tensor of x's shape, in `dtype`, on x's device.
@@ -105,8 +106,8 @@ class Orthogonalizer:
         if self.function is not None:
             return self._call_function(x)
         if x.dim() == 2:
-            return self._orthogonalize(x.unsqueeze(0)).squeeze(0)
-        return self._orthogonalize(x)
+            return self._orthogonalize(x.unsqueeze(0), overwrite).squeeze(0)
+        return self._orthogonalize(x, overwrite)
 
     def _call_function(self, x: Tensor) -> Tensor:
         assert self.function is not None
@@ -117,14 +118,14 @@ class Orthogonalizer:
             raise ParameterError("newton_schulz_func", f"must return a tensor of shape {tuple(x.shape)}, got {got}")
         return result
 
-    def _orthogonalize(self, x: Tensor) -> Tensor:
+    def _orthogonalize(self, x: Tensor, overwrite: bool) -> Tensor:
         if x.numel() == 0:
             return torch.empty_like(x, dtype=self.dtype)
         if tall := x.size(-2) > x.size(-1):
             x = x.mT
         batch, m, n = x.shape
         ops = select_backend(self.backend, x.device, self.dtype, (batch, m, n))
-        x = self._normalize(x, ops)
+        x = self._normalize(x, ops, overwrite)
         triples = self.table.for_steps(self.steps)
         if self.chosen_form(m, n, ops) == "gram":
             x = gram_iteration(x, triples, ops, self.restarts())
@@ -132,10 +133,15 @@ class Orthogonalizer:
             x = plain_iteration(x, triples, ops)
         return x.mT if tall else x
 
-    def _normalize(self, x: Tensor, ops: Operations) -> Tensor:
-        """x / (safety factor * Frobenius norm), guarded by epsilon, as a new tensor in `dtype`."""
+    def _normalize(self, x: Tensor, ops: Operations, overwrite: bool) -> Tensor:
+        """x / (safety factor * Frobenius norm), guarded by epsilon, in `dtype`; x changes only with `overwrite`."""
         done = ops.normalize(
-            x, self.dtype, factor=self.table.safety_factor, epsilon=self.epsilon, clamp=self.norm == "clamp"
+            x,
+            self.dtype,
+            factor=self.table.safety_factor,
+            epsilon=self.epsilon,
+            clamp=self.norm == "clamp",
+            overwrite=overwrite,
         )
         if done is not None:
             return done

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dmuown.engine.groups import control_group
+from dmuown.engine.lent import Loan, lent
 from dmuown.ownership.group import Stages
 
 # torch 2.13 renamed these; the old names still work in 2.11 and warn in 2.13.
@@ -112,7 +113,8 @@ class Link:
         if self.control is None or not flags:
             return list(flags)
         message = torch.tensor(flags, dtype=torch.int32)
-        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.control)
+        with lent(message):
+            dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.control)
         return [bool(value) for value in message.tolist()]
 
     def count(self, kind: str, size: int) -> None:
@@ -146,6 +148,12 @@ class InFlight:
     work: Any = None
     event: Any = None
     held: list[Tensor] = field(default_factory=list)
+    _loan: Loan = field(default_factory=Loan)
+
+    def hold(self, *tensors: Tensor) -> None:
+        """Keep tensors that a collective is about to read or write."""
+        self.held += tensors
+        self._loan.add(*tensors)
 
     def wait(self) -> None:
         """Make the caller wait for it: the host on the CPU, its stream on CUDA."""
@@ -153,5 +161,7 @@ class InFlight:
         event, self.event = self.event, None
         if work is not None:
             work.wait()
+            del work  # it holds the tensors too
+            self._loan.settle()
         if event is not None:
             torch.cuda.current_stream().wait_event(event)

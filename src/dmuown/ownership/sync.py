@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dmuown.engine.lent import lent
 from dmuown.errors import OwnershipError
 from dmuown.ownership.link import Link, all_gather
 from dmuown.ownership.plan import shard_rows
@@ -105,7 +106,8 @@ def gather_whole(record: Record, value: Tensor, link: Link) -> Tensor:
         whole = padded
         if link.group is not None:
             whole = torch.empty(rows * link.world_size, *record.local_shape[1:], dtype=dtype, device=device)
-            all_gather(whole, padded, group=link.group)
+            with lent(whole, padded):
+                all_gather(whole, padded, group=link.group)
         whole = whole[: record.local_shape[0]].contiguous()
     elif record.owned:
         local = value.to_local() if isinstance(value, DTensor) else value
@@ -113,7 +115,8 @@ def gather_whole(record: Record, value: Tensor, link: Link) -> Tensor:
     else:
         whole = torch.empty(record.local_shape, dtype=dtype, device=device)
     if record.owner is not None and link.group is not None:
-        dist.broadcast(whole, src=link.ranks[record.owner], group=link.group)
+        with lent(whole):
+            dist.broadcast(whole, src=link.ranks[record.owner], group=link.group)
     if record.tensor_parallel is None:
         return whole
     mesh, placements = record.tensor_parallel

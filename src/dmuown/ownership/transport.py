@@ -146,7 +146,7 @@ class Buffer:
             torch._foreach_copy_(parts, [record.local_home() for record in self.records])
         if link.group is not None:
             link.count("broadcast", transfer.fetch_bytes)
-            self._fetching.held = [flat]
+            self._fetching.hold(flat)
             self._fetching.work = link.broadcast(flat, transfer.owner)
 
     def _fetch_from_shards(self, flat: Tensor) -> None:
@@ -157,7 +157,7 @@ class Buffer:
             segment.narrow(0, member.offset, shard.numel()).copy_(shard.reshape(-1))
         # A single member arrives in place: its shards, one after the other, are the whole.
         gathered = flat if len(transfer.members) == 1 else torch.empty_like(flat)
-        self._fetching.held = [segment, gathered]
+        self._fetching.hold(segment, gathered)
         if link.group is None:
             gathered.copy_(segment)
         else:
@@ -267,14 +267,14 @@ class Buffer:
 
     def _start_reduction(self, buffer: Tensor) -> None:
         link, transfer = self.link, self.transfer
-        self._reducing.held = [buffer]
+        self._reducing.hold(buffer)
         if transfer.kind == "owner":
             link.count("reduce", transfer.reduce_bytes)
             self._reducing.work = link.reduce(buffer, transfer.owner)
             return
         link.count("reduce_scatter", transfer.reduce_bytes)
         self._reduced = buffer.new_empty(transfer.reduce_segment)
-        self._reducing.held.append(self._reduced)
+        self._reducing.hold(self._reduced)
         self._reducing.work = reduce_scatter(self._reduced, buffer, group=link.group, async_op=True)
 
     def finish(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dmuown.errors import MissingDependencyError
+from dmuown.errors import MissingDependencyError, install_extra
 from dmuown.state.shards import local_sizes
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def _class_of(precision: str) -> Any:
         raise MissingDependencyError(
             f"state_precision={precision!r}",
             f"needs torchao 0.15 or newer, which cannot be used here ({error})",
-            "pip install dmuown[lp], or choose 'bf16' or 'fp32'",
+            f"{install_extra('lp')}, or choose 'bf16' or 'fp32'",
         ) from error
 
 

@@ -85,6 +85,17 @@ def test_misspelled_keys_of_any_section(
     assert started == []
 
 
+@pytest.mark.parametrize("spelling", [["--nproc_per_node", "2"], ["--nproc_per_node=2"], ["--nproc-per-node=2"]])
+def test_processes_are_taken_in_either_spelling(spelling: list[str], tmp_path: Path, started: list[Any]) -> None:
+    file = write(tmp_path, load(MUOWN, tmp_path))
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["finetune", str(file), *spelling, "--step_scheduler.max_steps", "50"])
+    assert stopped.value.code == 0
+    (command,) = started
+    assert command[command.index("--nproc-per-node") + 1] == "2"
+    assert command[-1] == "--step_scheduler.max_steps=50", "keys of the YAML keep their underscores"
+
+
 def test_all_errors_are_told_at_once(tmp_path: Path, started: list[Any]) -> None:
     file = write(tmp_path, load(MUOWN, tmp_path) | {"sed": 1})
     with pytest.raises(OptionError) as caught:

@@ -39,6 +39,14 @@ def test_a_good_request(tmp_path: Path) -> None:
     assert request.checkpoint_dir == tmp_path / "run"
 
 
+def test_variables_in_paths_are_those_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the host reads them: the summary goes where its checkpoints go."""
+    monkeypatch.setenv("RUNS_OF_TEST", str(tmp_path))
+    monkeypatch.delenv("UNSET_IN_TEST", raising=False)
+    for written in ("$RUNS_OF_TEST/run", "${RUNS_OF_TEST}/run", f"${{UNSET_IN_TEST,{tmp_path}}}/run"):
+        assert read_request(write(tmp_path, checkpoint={"checkpoint_dir": written})).checkpoint_dir == tmp_path / "run"
+
+
 def test_overrides() -> None:
     given = ["--a.b", "[0.9, 0.95]", "--c=x=y", "--d", "none", "--e.f=-1"]
     assert parse_overrides(given) == {"a.b": [0.9, 0.95], "c": "x=y", "d": None, "e.f": -1}
@@ -74,7 +82,7 @@ def test_files_that_are_no_configuration(tmp_path: Path) -> None:
         read_request(tmp_path / "absent.yaml")
     cases = (
         ("a: [", "is no valid YAML"),
-        ("a:\n  b: 1\n c: 2", r'in "bad\.yaml", line 3, column 2'),
+        ("a:\n  b: 1\n c: 2", r"bad\.yaml: is no valid YAML at line 3, column 2: "),
         ("seed: 1\nseed: 2", "^seed: appears twice in one mapping, again on line 2"),
         ("- a", "must be a mapping"),
     )

@@ -160,6 +160,7 @@ CONFLICTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("distributed.tp_size", {"distributed": {"strategy": "ddp", "tp_size": 2}}),
     ("distributed.pp_size", {"distributed.pp_size": 2}),
     ("checkpoint.restore_from", {"checkpoint.enabled": False, "checkpoint.restore_from": "LATEST"}),
+    ("checkpoint.restore_from", {"checkpoint.restore_from": "epoch_9_step_9"}),
     ("packed_sequence.packing_strategy", {"packed_sequence": {"packed_sequence_size": 0, "packing_strategy": "neat"}}),
     ("optimizer.adamw_param_patterns", {"optimizer.adamw_param_patterns": ["x"], "optimizer.param_policy": {}}),
     (

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from dmuown.automodel.checks import Report, check_config
 from dmuown.automodel.planned import plan_job
-from dmuown.cli import app
+from dmuown.cli import app, main
 from dmuown.errors import DmuownError
 from tests.unit.cli.recipes import SHIPPED, load, mutations
 
@@ -100,12 +100,90 @@ def test_what_is_no_recipe_ends_in_a_message(content: str, tmp_path: Path) -> No
     assert check_config(file).errors
 
 
+NO_YAML = {
+    "optimizer:\n  lr: [1, 2\n  mu: 3\n": (
+        3,
+        5,
+        "a flow sequence from line 2, column 7, expected ',' or ']'",
+    ),
+    "a:\n  b: 1\n c: 2\n": (3, 2, "expected <block end>"),
+    "seed: *none\n": (1, 7, "found undefined alias 'none'"),
+    "seed: 1\nrecipe: \x01\n": (2, 9, "the character U+0001 is not allowed"),
+    "seed: 1\n--- \nseed: 2\n": (2, 1, "but found another document"),
+}
+
+
+@pytest.mark.parametrize("command", ["check", "plan", "finetune"])
+@pytest.mark.parametrize("content", NO_YAML)
+def test_a_file_that_is_no_yaml_is_named_once_with_line_and_column(
+    content: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "spoilt.yaml"
+    file.write_text(content)
+    line, column, what = NO_YAML[content]
+    with pytest.raises(SystemExit):
+        main([command, str(file)])
+    told = capsys.readouterr()
+    message = told.out.splitlines()[0] if command == "check" else told.err.rstrip()
+    assert message.startswith(f"{file}:{line}: error: is no" if command == "check" else f"error: {file}: is no")
+    assert f"is no valid YAML at line {line}, column {column}: " in message
+    assert what in message
+    assert message.count("spoilt.yaml") == 1
+    assert check_config(file).to_dict()["errors"][0]["line"] == line
+
+
+@pytest.mark.parametrize("content", [b"seed: \xff\n", b"[1, 2]", None])
+def test_a_file_that_is_no_configuration_is_named_once(content: bytes | None, tmp_path: Path) -> None:
+    file = tmp_path / "spoilt.yaml"
+    if content is not None:
+        file.write_bytes(content)
+    first, _ = check_config(file).text()
+    assert first.startswith(f"{file}: error: ")
+    assert first.count("spoilt.yaml") == 1
+
+
 @pytest.mark.parametrize("value", [5, True, "x", [1]])
 def test_sections_that_are_no_mappings_are_refused(value: object, tmp_path: Path) -> None:
     recipe = load(SHIPPED[-1], tmp_path)
     for name in sorted(key for key, section in recipe.items() if isinstance(section, dict)):
         report = checked({**recipe, name: value}, tmp_path)
         assert any(problem.key == name for problem in report.errors), name
+
+
+def test_keys_that_are_not_set_are_told_together(tmp_path: Path) -> None:
+    recipe = load(next(file for file in SHIPPED if file.stem == "smollm2_muown"), tmp_path)
+    for key in ("seed", "lr_scheduler", "dataloader"):
+        del recipe[key]
+    del recipe["optimizer"]["lr"]
+    del recipe["clip_grad_norm"]["max_norm"]
+    recipe["step_scheduler"]["val_every_steps"] = 10_000
+    report = checked(recipe, tmp_path)
+    file = tmp_path / "recipe.yaml"
+    never, together, *lines, counts = report.text()
+    assert ": warning: step_scheduler.val_every_steps: 10000 is above max_steps" in never
+    assert together == f"{file}: warning: 5 keys are not set. Write those whose default is not meant:"
+    assert lines == [
+        "  clip_grad_norm.max_norm  1.0",
+        "  dataloader               no shuffling, and the data set's own collation",
+        "  lr_scheduler             a constant learning rate",
+        "  optimizer.lr             0.0003",
+        "  seed                     42",
+    ]
+    assert counts == f"{file}: no errors, 2 warnings"
+    # Each has its own entry where programs read.
+    told = {entry["key"]: entry["message"] for entry in report.to_dict()["warnings"]}
+    assert len(told) == 6
+    assert told["seed"] == "is not set: the host takes 42"
+    assert told["optimizer.lr"] == "is not set: it is 0.0003"
+
+
+def test_one_key_that_is_not_set_is_a_line_like_any_other(tmp_path: Path) -> None:
+    recipe = load(next(file for file in SHIPPED if file.stem == "smollm2_muown"), tmp_path)
+    del recipe["seed"]
+    assert list(checked(recipe, tmp_path).text()) == [
+        f"{tmp_path / 'recipe.yaml'}: warning: seed: is not set: the host takes 42. Write it.",
+        f"{tmp_path / 'recipe.yaml'}: no errors, 1 warning",
+    ]
 
 
 def test_a_policy_that_leaves_vectors_on_muon_is_refused(tmp_path: Path) -> None:
@@ -126,6 +204,70 @@ def test_world_size_must_divide(tmp_path: Path) -> None:
     assert not checked(recipe, tmp_path).errors
     (problem,) = checked(recipe, tmp_path, world_size=8).errors
     assert problem.key == "distributed.tp_size"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "key"),
+    [
+        ({"dp_replicate_size": 8}, "dp_replicate_size"),  # as many replicas as ranks would leave one shard each
+        ({"dp_replicate_size": 3}, "dp_replicate_size"),
+        ({"dp_size": 4}, "dp_size"),
+        ({"ep_size": 3}, "ep_size"),
+        ({"strategy": "megatron_fsdp", "ep_size": 2}, "ep_size"),
+        ({"strategy": "ddp", "dp_replicate_size": 2}, "dp_replicate_size"),
+        ({"dp_replicate_size": 4}, None),
+        ({"tp_size": 2, "ep_size": 8}, None),  # experts lie over tensor-parallel ranks too
+    ],
+)
+def test_meshes_that_the_host_cannot_make_are_refused(tmp_path: Path, sizes: dict[str, Any], key: str | None) -> None:
+    recipe = load(next(file for file in SHIPPED if file.stem == "smollm2_muown"), tmp_path)
+    recipe["distributed"] = {"strategy": "fsdp2", **sizes}
+    recipe["step_scheduler"] |= {"global_batch_size": 16, "local_batch_size": 1}
+    found = [problem.key for problem in checked(recipe, tmp_path, world_size=8).errors]
+    assert found == ([] if key is None else [f"distributed.{key}"])
+
+
+@pytest.mark.parametrize("named", ["epoch_0_step_3", "LOWEST_VAL", "{run}/epoch_0_step_3", "$OF_TEST/epoch_0_step_3"])
+def test_a_checkpoint_to_resume_from_must_be_there(tmp_path: Path, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OF_TEST", str(tmp_path / "run"))
+    recipe = load(next(file for file in SHIPPED if file.stem == "smollm2_muown"), tmp_path)
+    recipe["checkpoint"]["restore_from"] = named.format(run=tmp_path / "run")
+    (problem,) = checked(recipe, tmp_path).errors
+    assert problem.key == "checkpoint.restore_from"
+    assert problem.rule.endswith("does not exist")
+    lines = (tmp_path / "recipe.yaml").read_text().splitlines()
+    assert problem.line is not None
+    assert lines[problem.line - 1].strip().startswith("restore_from:")
+
+    saved = tmp_path / "run/epoch_0_step_3"
+    saved.mkdir(parents=True)
+    (tmp_path / "run/LOWEST_VAL.txt").write_text("epoch_0_step_3\n")  # where links cannot be made
+    assert not checked(recipe, tmp_path).problems
+    (saved / "config.yaml").write_text("optimizer: {_target_: dmuown.automodel.MuonConfig}")
+    (problem,) = checked(recipe, tmp_path).errors
+    assert problem.key == "checkpoint.restore_from"
+    assert "was written by MuonConfig, and this run uses MuownConfig" in problem.rule
+    (saved / ".incomplete").touch()
+    (problem,) = checked(recipe, tmp_path).errors
+    assert "incomplete" in problem.rule
+
+
+def test_the_nearest_checkpoint_is_named(tmp_path: Path) -> None:
+    recipe = load(next(file for file in SHIPPED if file.stem == "smollm2_muown"), tmp_path)
+    (tmp_path / "run/epoch_0_step_300").mkdir(parents=True)
+    for named, remedy in (("epoch_0_step_30", "Did you mean 'epoch_0_step_300'"), ("LATEST", None)):
+        recipe["checkpoint"]["restore_from"] = named
+        assert [problem.remedy for problem in checked(recipe, tmp_path).errors] == ([remedy] if remedy else [])
+
+
+def test_environment_variables_in_paths_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load(next(file for file in SHIPPED if file.stem == "smollm2_muown"), tmp_path)
+    monkeypatch.setenv("ASSETS_OF_TEST", str(tmp_path))
+    recipe["model"]["pretrained_model_name_or_path"] = "${ASSETS_OF_TEST}/model"
+    recipe["dataset"]["path_or_dataset_id"] = "$ASSETS_OF_TEST/train.jsonl"
+    assert not checked(recipe, tmp_path).problems
+    recipe["dataset"]["path_or_dataset_id"] = "${ASSETS_OF_TEST}/none.jsonl"
+    assert [problem.key for problem in checked(recipe, tmp_path).errors] == ["dataset.path_or_dataset_id"]
 
 
 def test_unset_environment_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +315,18 @@ def test_parallelism_that_owners_cannot_serve_is_refused_with_its_reason(tmp_pat
     assert problem.key == f"distributed.{size}"
     assert problem.rule.startswith("must be 1 under DMuonConfig, got 2: ")
     assert "MuownConfig" in problem.remedy
+
+
+def test_all_that_owners_cannot_serve_is_told_at_once(tmp_path: Path) -> None:
+    """Whatever else is wrong with the keys, or with the optimizer, and without remedies that end in a refusal."""
+    recipe = load(OWNERS, tmp_path)
+    recipe["distributed"] = {"strategy": "ddp", "pp_size": 2, "cp_size": 2, "ep_size": 2}
+    recipe["optimizer"]["lr"] = -1
+    found = {problem.key: problem for problem in checked(recipe, tmp_path).errors}
+    refused = ["distributed.strategy", "distributed.pp_size", "distributed.cp_size", "distributed.ep_size"]
+    assert sorted(found) == sorted([*refused, "optimizer.lr"])
+    assert all("under DMuonConfig" in found[key].rule for key in refused)
+    assert "pipeline" not in found["distributed.pp_size"].remedy
 
 
 @pytest.mark.parametrize("policy", ["shipped", "default"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 from dmuown.automodel.conversion import read_weights
 from dmuown.checkpoint import read_checkpoint
 from dmuown.cli import app
-from dmuown.errors import CheckpointError
+from dmuown.errors import CheckpointError, DmuownError
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -141,22 +142,84 @@ def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
     }
 
 
-def test_a_file_of_torch_becomes_ours(tmp_path: Path) -> None:
+@pytest.fixture
+def adamw(tmp_path: Path) -> Path:
+    """A folder with weights `a` and `b`, and their AdamW's state by position in `old.pt`."""
     params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
-    adamw = torch.optim.AdamW(params, lr=3e-3)
+    optimizer = torch.optim.AdamW(params, lr=3e-3)
     for param in params:
         param.grad = torch.ones_like(param)
-    adamw.step()
-    torch.save(adamw.state_dict(), tmp_path / "old.pt")
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "old.pt")
     write_safetensors(tmp_path / "model.safetensors", {"a": params[0].detach(), "b": params[1].detach()})
-    (tmp_path / "names.txt").write_text("a\nb\n")
-    arguments = (tmp_path / "old.pt", tmp_path / "new.pt", "--from", "torch", "--model", tmp_path)
-    done = convert(*arguments, "--names", tmp_path / "names.txt")
+    return tmp_path
+
+
+def test_a_file_of_torch_becomes_ours(adamw: Path) -> None:
+    (adamw / "names.txt").write_text("a\nb\n")
+    arguments = (adamw / "old.pt", adamw / "new.pt", "--from", "torch", "--model", adamw)
+    done = convert(*arguments, "--names", adamw / "names.txt")
     assert done.exit_code == 0, done.output
     assert "state of 2 parameters (2 by adamw)" in done.output
-    converted = torch.load(tmp_path / "new.pt", weights_only=True)
+    converted = torch.load(adamw / "new.pt", weights_only=True)
     assert torch.allclose(converted["state"]["b"]["variance"], torch.full((2,), 1e-3))
     assert converted["param_groups"][0]["lr"] == 3e-3
+
+
+#: A file of names, or None; and what is said about it.
+NAMES = {
+    None: r"^--names: is missing: the parameters in '.*old\.pt' have positions, no names\. Give a file",
+    "a": r"^--names: lists 1 names, the state has 2 parameters",
+    "a a": r"^--names: lists 'a' twice",
+    "a c": r"^--names: lists 'c', which is not among the weights in .* Use one of 'a', 'b'",
+    "b a": r"^--names: gives 'b' of shape \(2,\) the state of a parameter of \(3,\)\. List the names in the order",
+    "/": r"^--names: '.*' is no file",
+}
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_files_without_names_speak_of_the_commands_options(adamw: Path, names: str | None) -> None:
+    listed = adamw / "names.txt"
+    listed.mkdir() if names == "/" else listed.write_text((names or "").replace(" ", "\n"))
+    given = [] if names is None else ["--names", listed]
+    done = convert(adamw / "old.pt", adamw / "new.pt", "--from", "torch", "--model", adamw, *given)
+    assert isinstance(done.exception, DmuownError), done.output
+    assert re.search(NAMES[names], str(done.exception)), str(done.exception)
+    assert not (adamw / "new.pt").exists()
+
+
+@pytest.mark.parametrize("library", ["automodel", "dion", "muonium", "muown"])
+def test_another_librarys_file_speaks_of_from(adamw: Path, library: str) -> None:
+    (adamw / "names.txt").write_text("a\nb\n")
+    given = ("--model", adamw, "--names", adamw / "names.txt")
+    done = convert(adamw / "old.pt", adamw / "new.pt", "--from", library, *given)
+    assert isinstance(done.exception, DmuownError), done.output
+    assert "--from" in str(done.exception)
+    assert "source" not in str(done.exception)
+
+
+@pytest.mark.parametrize("content", [[1], {"x": 1}, {"state": {}}, {"state": {}, "param_groups": [1]}], ids=str)
+@pytest.mark.parametrize("named", [False, True])
+def test_a_file_that_is_no_state_says_so(adamw: Path, content: Any, named: bool) -> None:
+    torch.save(content, adamw / "odd.pt")
+    (adamw / "names.txt").write_text("a\nb\n")
+    names = ("--names", adamw / "names.txt") if named else ()
+    done = convert(adamw / "odd.pt", adamw / "new.pt", "--from", "torch", "--model", adamw, *names)
+    assert isinstance(done.exception, CheckpointError), done.output
+    assert re.search(r"odd\.pt: holds .* Give what torch\.save", str(done.exception))
+
+
+def test_names_are_for_state_without_them(adamw: Path) -> None:
+    state = torch.load(adamw / "old.pt", weights_only=True)
+    (group,) = state["param_groups"]
+    by_name = {"state": {"ab"[index]: entry for index, entry in state["state"].items()}}
+    torch.save(by_name | {"param_groups": [group | {"params": ["a", "b"]}]}, adamw / "named.pt")
+    arguments = (adamw / "named.pt", adamw / "new.pt", "--from", "torch", "--model", adamw)
+    (adamw / "names.txt").write_text("a\nb\n")
+    done = convert(*arguments, "--names", adamw / "names.txt")
+    assert str(done.exception).startswith("--names: is for state by position, and this state has names")
+    assert convert(*arguments).exit_code == 0
+    assert torch.load(adamw / "new.pt", weights_only=True)["state"].keys() == {"a", "b"}
 
 
 @pytest.mark.parametrize(

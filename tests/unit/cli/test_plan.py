@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from dmuown.automodel.planned import JobPlan, plan_job
 from dmuown.automodel.planned.cluster import Cluster, place
 from dmuown.automodel.planned.exchange import local_numel
+from dmuown.automodel.planned.routes import RouteRow, with_layers
 from dmuown.automodel.shapes import FAMILIES, model_parameters
 from dmuown.cli import app
 from dmuown.errors import OptionError
@@ -134,6 +135,36 @@ def test_frozen_parameters_have_neither_gradients_nor_state(tmp_path: Path) -> N
     assert plan.trainable == layer
 
 
+def test_rows_of_one_name_say_which_layers_are_theirs(tmp_path: Path) -> None:
+    overrides = ["--freeze_config.freeze_modules", "[{'path': 'model.layers.0'}, {'path': 'model.layers.1'}, "]
+    overrides[1] += "{'path': 'model.layers.3'}]"
+    file, recipe = write(tmp_path, TINY | {"model_type": "llama", "num_hidden_layers": 5})
+    plan = plan_job(recipe, overrides, world_size=1, model_config=file)
+    patterns = [row.pattern for row in plan.routes]
+    assert len(patterns) == len(set(patterns))
+    rows = {row.pattern: (row.algorithm, row.count) for row in plan.routes}
+    assert rows["model.layers.0-1,3.mlp.up_proj.weight"] == ("frozen", 3)
+    assert rows["model.layers.2,4.mlp.up_proj.weight"] == ("muown", 2)
+    assert rows["model.norm.weight"] == ("adamw", 1)
+    assert "numbers" not in plan.to_dict()["routes"][0]
+
+
+def test_numbers_that_rows_share_stay_open(tmp_path: Path) -> None:
+    """Experts that transformers names one by one: the rows differ in their layers, not in their experts."""
+    rows = [
+        RouteRow("layers.*.experts.*.w", 4, (2, 2), "matrix", "", algorithm, None, None, "", "whole", numbers)
+        for algorithm, numbers in (("frozen", ((0, 0), (0, 1))), ("muown", ((1, 0), (1, 1))))
+    ]
+    assert [row.pattern for row in with_layers(rows)] == ["layers.0.experts.*.w", "layers.1.experts.*.w"]
+
+
+def test_pipeline_stages_share_a_row(tmp_path: Path) -> None:
+    config = TINY | {"model_type": "llama"}
+    alone = planned(tmp_path, config, world_size=2).routes
+    stages = planned(tmp_path, config, world_size=4, sizes={"pp": 2}).routes
+    assert [(row.pattern, row.count) for row in stages] == [(row.pattern, row.count) for row in alone]
+
+
 def test_ownership_gives_each_matrix_one_owner(tmp_path: Path) -> None:
     config = TINY | {"model_type": "llama"}
     plan = planned(tmp_path, config, {"_target_": "dmuown.automodel.DMuonConfig", "algorithm": "muon"}, world_size=4)
@@ -183,6 +214,15 @@ def test_owners_that_cannot_be_are_refused_as_at_the_start(tmp_path: Path) -> No
     for size in ("pp", "ep"):
         with pytest.raises(OptionError, match=rf"^distributed\.{size}_size: must be 1 under DMuonConfig, got 2: "):
             planned(tmp_path, config, target, world_size=4, sizes={size: 2})
+
+
+def test_all_that_owners_cannot_serve_is_told_at_once(tmp_path: Path) -> None:
+    """Before whether the sizes divide the ranks, which they do not."""
+    target = {"_target_": "dmuown.automodel.DMuonConfig"}
+    with pytest.raises(
+        OptionError, match=r"^distributed: pp_size must be 1 .* got 3: .*; cp_size must be 1 .* got 2: "
+    ):
+        planned(tmp_path, TINY | {"model_type": "llama"}, target, world_size=7, sizes={"pp": 3, "cp": 2})
 
 
 def bucket_bytes(plan: JobPlan) -> list[float]:
@@ -311,12 +351,37 @@ def test_70b_on_512_ranks_within_ten_seconds_and_two_gibibytes(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("sizes", "key"), [({"tp": 3}, "--world-size"), ({"replicas": 3}, "--replicas"), ({"ep": 3}, "--ep")]
+    ("sizes", "key"),
+    [
+        ({"tp": 3}, "--world-size"),
+        ({"replicas": 3}, "--replicas"),
+        ({"replicas": 8}, "--replicas"),  # which would leave each replica one shard
+        ({"replicas": 4, "cp": 4}, "--replicas"),
+        ({"ep": 3}, "--ep"),
+    ],
 )
 def test_sizes_that_do_not_divide(tmp_path: Path, sizes: dict[str, int], key: str) -> None:
     with pytest.raises(OptionError) as raised:
         planned(tmp_path, TINY | {"model_type": "llama"}, world_size=8, sizes=sizes)
     assert raised.value.subject == key
+
+
+def test_a_fixed_number_of_data_parallel_ranks_must_be_what_is_left(tmp_path: Path) -> None:
+    file, recipe = write(tmp_path, TINY | {"model_type": "llama"})
+    fixed = ["--distributed.dp_size=2", "--distributed.tp_size=2"]
+    with pytest.raises(OptionError, match=r"^distributed\.dp_size: must be 4 for 8 processes, got 2"):
+        plan_job(recipe, fixed, world_size=8, model_config=file)
+    assert plan_job(recipe, fixed, world_size=4, model_config=file).cluster.data_parallel == 2
+
+
+def test_ranks_that_cannot_share_a_step_are_noted(tmp_path: Path) -> None:
+    """Seven ranks have a mesh, with parameters cut unevenly; the samples of a step they cannot share."""
+    file, recipe = write(tmp_path, TINY | {"model_type": "llama"})
+    step = ["--step_scheduler.global_batch_size=16", "--step_scheduler.local_batch_size=2"]
+    notes = {ranks: plan_job(recipe, step, world_size=ranks, model_config=file).notes for ranks in (7, 8)}
+    wrong = "step_scheduler.global_batch_size: 16 is no multiple of 2 (local_batch_size) x 7 data-parallel ranks"
+    assert [note for note in notes[7] if "step_scheduler" in note] == [f"{wrong}: the job would not start"]
+    assert not [note for note in notes[8] if "step_scheduler" in note]
 
 
 def test_what_cannot_be_planned_says_why(tmp_path: Path) -> None:
@@ -339,6 +404,8 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     assert "28 matrices orthogonalized a step" in shown.output
     assert "shard x2 cuts axis 0" in shown.output
+    # With underscores too: what is no option would be taken for a key of the YAML, and one rank be planned.
+    arguments = ["plan", str(recipe), "--model_config", str(file), "--world_size=2"]
     told = json.loads(CliRunner().invoke(app, [*arguments, "--json", "--ranks", "--optimizer.lr", "2e-3"]).stdout)
     assert told["matrices"] == 28
     assert len(told["ranks"]["sent"]) == 2

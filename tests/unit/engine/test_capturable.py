@@ -185,7 +185,7 @@ def test_what_a_replay_would_repeat_wrongly_is_refused() -> None:
 
 
 def test_a_number_cannot_be_recorded_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     params = parameters()
     optimizer = build("Muown", params)
@@ -205,9 +205,11 @@ def test_what_a_graph_would_leave_out_or_wait_for_is_refused(monkeypatch: pytest
     skipping = build("Muown", parameters(), capturable=True, nonfinite="skip")
     train(params, optimizer, range(1))
     params[1].grad = None
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(GradientError, match=r"^param group 1, parameter 0: has no gradient, and replays"):
+    with pytest.raises(
+        GradientError, match=r"^param group 1, parameter 0: it has no gradient on some rank, and a recorded step"
+    ):
         optimizer.step()
     with pytest.raises(OptionError, match=r"^nonfinite: must be 'propagate' in a graph, got 'skip'"):
         skipping.step()
@@ -231,3 +233,17 @@ def test_named_parameters_have_it_too(form: str) -> None:
         results.append(list(model.parameters()))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_hooks_of_dions_graph_wrapper_keep_rate_and_count() -> None:
+    """Its `CudaGraphOptimizer` calls them around a replay, which runs no step on the host."""
+    params = parameters()
+    optimizer = build("Muown", params, capturable=True)
+    train(params, optimizer, range(1))
+    held = [group["lr"] for group in optimizer.param_groups]
+    optimizer.param_groups[0]["lr"] = 0.25
+    optimizer._sync_hyperparam_tensors()
+    optimizer._advance_host_step_counters()
+    assert optimizer.param_groups[0]["lr"] is held[0]
+    assert float(held[0]) == 0.25
+    assert [group["step"] for group in optimizer.param_groups] == [2, 2, 2]

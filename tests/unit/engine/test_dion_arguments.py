@@ -54,7 +54,7 @@ CASES: list[tuple[dict[str, Any], Any, float, str]] = [
 
 
 def orthogonalizer_of(optimizer: dmuown.Muon) -> Orthogonalizer:
-    (bucket,) = (bucket for part in optimizer.plan.parts for bucket in part)
+    (bucket,) = (bucket for part in optimizer.plan.parts for joint in part for bucket in joint.buckets)
     return bucket.orthogonalizer
 
 

@@ -129,7 +129,7 @@ def test_cuts_of_shards_follow_torch_chunk() -> None:
 
 def test_without_torchao_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(lowbit._CLASSES, "int8", ("no_such_module", "Nothing"))
-    with pytest.raises(MissingDependencyError, match=r"state_precision='int8': needs torchao.*dmuown\[lp\]"):
+    with pytest.raises(MissingDependencyError, match=r"state_precision='int8': needs torchao.*\.\[lp\]"):
         make("muown", state_precision="int8")
 
 
@@ -362,4 +362,7 @@ def test_parameters_on_the_host_take_a_round_trip(algorithm: str) -> None:
         optimizer.step()
         reference.step()
     assert param.device.type == "cpu"
-    assert torch.equal(param, exact.cpu())
+    # Row norms are first taken where the weights are, and host and card add up in another order.
+    same_bits = "magnitude" not in optimizer.state[param]
+    difference = (param - exact.cpu()).norm() / param.norm()
+    assert torch.equal(param, exact.cpu()) if same_bits else difference < 1e-6

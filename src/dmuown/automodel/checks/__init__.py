@@ -8,6 +8,7 @@
     optimizer  the optimizer's section, checked against our own options
     model      the model's section and its checkpoint folder
     data       data sets: files, columns
+    restore    the checkpoint to resume from
     relations  keys that must agree with each other
     run        all of it
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dmuown.automodel.checks.document import Document
+from dmuown.automodel.checks.document import Document, with_variables
 from dmuown.automodel.checks.model import is_path
 from dmuown.automodel.checks.problems import Report
 from dmuown.automodel.checks.rules import Rule, count, count_or_zero, one_of, optional
@@ -64,7 +64,7 @@ def _check_files(name: str, section: Mapping[str, Any], report: Report) -> list[
             dotted = f"{name}.{key}[{index}]" if isinstance(value, list) else f"{name}.{key}"
             if not isinstance(entry, str) or not is_path(entry):
                 continue
-            path = Path(entry).expanduser()
+            path = Path(with_variables(entry)).expanduser()
             if not path.exists():
                 report.error(dotted, f"{entry!r} does not exist", "Give the path of the data, or a name on the hub")
             elif path.is_file():

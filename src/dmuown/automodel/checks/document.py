@@ -51,6 +51,23 @@ class Document:
         return self.get(dotted, marker) is not marker
 
 
+class FileError(OptionError):
+    """A file that cannot be read as YAML.
+
+    Attributes:
+        line: Where, from 1; None where no line is at fault.
+    """
+
+    line: int | None = None
+
+    @classmethod
+    def at(cls, path: object, line: int, column: int, what: str) -> FileError:
+        """The error for a place in the file, both counted from 1."""
+        error = cls(str(path), f"is no valid YAML at line {line}, column {column}: {what}", "Correct it there")
+        error.line = line
+        return error
+
+
 class _Loader(yaml.SafeLoader):
     """The safe loader; a key that appears twice in one mapping is an error, where YAML takes the last."""
 
@@ -59,26 +76,27 @@ def read_document(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -
     """Read a file and apply `--dotted.key value` overrides.
 
     Raises:
-        OptionError: No such file, no YAML, no mapping at the top, a key twice, or an argument that is no override.
+        FileError: No such file, no YAML, or no mapping at the top.
+        OptionError: A key twice, or an argument that is no override.
     """
     file = Path(path)
     if not file.is_file():
-        raise OptionError(str(path), "is no file", "Give the path of a YAML configuration")
+        raise FileError(str(path), "is no file", "Give the path of a YAML configuration")
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise OptionError(str(path), f"is no text in UTF-8: {error}", "Give the path of a YAML configuration") from None
+        raise FileError(str(path), f"is no text in UTF-8: {error}", "Give the path of a YAML configuration") from None
     try:
-        root, content = _load(text, file.name)
+        root, content = _load(text)
         lines: dict[str, int] = {}
         if root is not None:
             _note_lines(root, "", lines)
     except yaml.YAMLError as error:
-        raise OptionError(str(path), f"is no valid YAML: {_one_line(error)}", "Correct it") from None
+        raise FileError.at(path, *_place(error, text)) from None
     except RecursionError:
-        raise OptionError(str(path), "refers to itself", "Remove the anchor that contains its own alias") from None
+        raise FileError(str(path), "refers to itself", "Remove the anchor that contains its own alias") from None
     if not isinstance(content, dict):
-        raise OptionError(
+        raise FileError(
             str(path), f"must be a mapping of sections, got {type(content).__name__}", "See configs/automodel"
         )
     config = _translated(content)
@@ -88,10 +106,9 @@ def read_document(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -
     return Document(file, config, lines, tuple(given))
 
 
-def _load(text: str, name: str) -> tuple[yaml.Node | None, Any]:
-    """The nodes of a text and its content; errors call it by `name`."""
+def _load(text: str) -> tuple[yaml.Node | None, Any]:
+    """The nodes of a text and its content."""
     loader = _Loader(text)
-    loader.name = name  # as for a file; of a string it would say "<unicode string>"
     try:
         root = loader.get_single_node()
         return root, None if root is None else loader.construct_document(root)
@@ -132,6 +149,19 @@ def translate(value: Any) -> Any:
         return value
 
 
+def with_variables(value: str) -> str:
+    """Return a string with the environment variables in it (`$NAME`, `${NAME,default}`), as the host reads it.
+
+    One that is not set stays as it is written.
+    """
+
+    def found(match: re.Match[str]) -> str:
+        default = re.search(r",([^}]*)\}$", match.group())
+        return os.environ.get(match.group(1) or match.group(2), default.group(1).strip() if default else match.group())
+
+    return _VARIABLE.sub(found, value)
+
+
 def unset_variables(value: str) -> list[str]:
     """Names of the environment variables in `value` (`$NAME`, `${NAME}`) that are not set and have no default."""
     found = []
@@ -169,8 +199,22 @@ def _note_lines(node: yaml.Node, prefix: str, lines: dict[str, int]) -> None:
             _note_lines(value_node, f"{prefix}[{index}]", lines)
 
 
-def _one_line(error: yaml.YAMLError) -> str:
-    return re.sub(r"\s+", " ", str(error)).strip()
+def _place(error: yaml.YAMLError, text: str) -> tuple[int, int, str]:
+    """Line and column of an error, from 1, and what is wrong there, without the excerpt and the file's name.
+
+    The parser's own text shows both once for each of its two places.
+    """
+    if isinstance(error, yaml.reader.ReaderError):
+        before = text[: error.position]
+        what = f"the character U+{ord(text[error.position]):04X} is not allowed"
+        return before.count("\n") + 1, error.position - before.rfind("\n"), what
+    mark, context = getattr(error, "problem_mark", None), getattr(error, "context_mark", None)
+    what = str(getattr(error, "problem", None) or error)
+    if getattr(error, "context", None):
+        start = f" from line {context.line + 1}, column {context.column + 1}" if mark and context else ""
+        what = f"{error.context}{start}, {what}"  # type: ignore[attr-defined]
+    found = mark or context
+    return (found.line + 1, found.column + 1, what) if found else (1, 1, what)
 
 
 def _set(config: dict[str, Any], dotted: str, value: Any) -> None:

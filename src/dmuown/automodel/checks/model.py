@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dmuown.automodel.checks.document import Document
+from dmuown.automodel.checks.document import Document, with_variables
 from dmuown.automodel.checks.problems import Report
 from dmuown.automodel.checks.rules import Rule, any_value, dtype, either, mapping, one_of, optional, switch, text
 from dmuown.automodel.shapes import FAMILIES, find_model_config, model_parameters, read_model_config
@@ -73,6 +73,7 @@ def check_model(document: Document, report: Report, *, model_config: Path | None
     )
     key = NAME if document.has(NAME) else "model.config"
     if model_config is None and isinstance(named, str):
+        named = with_variables(named)
         if is_path(named) and not Path(named).expanduser().exists():
             report.error(key, f"{named!r} does not exist", "Give the folder of a checkpoint, or a name on the hub")
             return None
@@ -103,7 +104,7 @@ def check_model_keys(document: Document, report: Report, taken: Mapping[str, Any
     """Check the keys of the model's section: those of its target, those of transformers, those of the checkpoint."""
     section = document.get("model")
     named = document.get(NAME)
-    found = find_model_config(named) if isinstance(named, str) else None
+    found = find_model_config(with_variables(named)) if isinstance(named, str) else None
     own: set[str] = set()
     if found is not None:
         try:
@@ -161,10 +162,9 @@ def is_path(value: str) -> bool:
 def _check_weights(document: Document, folder: Path, report: Report, key: str) -> None:
     """A checkpoint folder without weights cannot be loaded from."""
     target = str(document.get("model._target_") or "")
-    if not target.endswith("from_pretrained") or not Path(str(document.get(NAME))).expanduser().is_dir():
+    named = Path(with_variables(str(document.get(NAME)))).expanduser()
+    if not target.endswith("from_pretrained") or not named.is_dir():
         return
-    if not any(folder.glob(pattern) for pattern in ("*.safetensors", "*.bin", "*.gguf", "*.safetensors.index.json")):
-        pass
     weights = [file for pattern in ("*.safetensors", "*.bin", "*.gguf") for file in folder.glob(pattern)]
     if not weights:
         report.error(key, f"{str(folder)!r} holds no weights (*.safetensors)", "Give the folder of a checkpoint")

@@ -72,7 +72,7 @@ def _check_own(options_class: type[MatrixOptions], section: Mapping[str, Any], r
     if built is None:
         return None
     if "lr" not in section and not wrong:
-        report.missing("warning", "optimizer.lr", f"is not set: it is {built.lr}", "Write the learning rate")
+        report.default("optimizer.lr", str(built.lr), "Write the learning rate", by="it is")
     _check_policy(options_class, built, report)
     return None if wrong or report.has_error("optimizer") else built
 
@@ -140,7 +140,7 @@ def _check_torch(target: str, section: Mapping[str, Any], report: Report) -> Non
             given[key] = tuple(value) if isinstance(value, list) else value
             _check_torch_value(key, value, inspect.signature(found).parameters.get(key), report)
     if "lr" not in section and isinstance(default := inspect.signature(found).parameters["lr"].default, float):
-        report.missing("warning", "optimizer.lr", f"is not set: it is {default}", "Write the learning rate")
+        report.default("optimizer.lr", str(default), "Write the learning rate", by="it is")
     if not report.has_error("optimizer"):
         given.pop("param_group_overrides", None)
         factory: Any = found

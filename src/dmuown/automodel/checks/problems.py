@@ -22,6 +22,7 @@ class Problem:
         rule: What the key must satisfy, and what it was.
         remedy: What to do; may be empty.
         line: Line in the file, from 1; None for a key that is not there.
+        default: What is taken instead of a key that is not set, where that is all there is to say; else empty.
     """
 
     severity: Severity
@@ -29,6 +30,7 @@ class Problem:
     rule: str
     remedy: str = ""
     line: int | None = None
+    default: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The problem as data that JSON can hold."""
@@ -51,11 +53,13 @@ class Report:
     problems: list[Problem] = field(default_factory=list)
     meant: set[str] = field(default_factory=set)
 
-    def add(self, severity: Severity, key: str, rule: str, remedy: str = "") -> None:
+    def add(
+        self, severity: Severity, key: str, rule: str, remedy: str = "", *, line: int | None = None, default: str = ""
+    ) -> None:
         """Report a problem; the first one of a key and severity counts, later ones would repeat it."""
         if any(problem.key == key and problem.severity == severity for problem in self.problems):
             return
-        self.problems.append(Problem(severity, key, rule, remedy, self._line(key)))
+        self.problems.append(Problem(severity, key, rule, remedy, line or self._line(key), default))
         meant = re.match(r"Did you mean '([^']+)'", remedy)
         if meant:
             parent = key.rpartition(".")[0]
@@ -66,9 +70,14 @@ class Report:
         if key not in self.meant:
             self.add(severity, key, rule, remedy)
 
-    def error(self, key: str, rule: str, remedy: str = "") -> None:
-        """Report an error."""
-        self.add("error", key, rule, remedy)
+    def default(self, key: str, taken: str, remedy: str, *, by: str = "the host takes") -> None:
+        """Warn of a key that is not set, unless a misspelled one was told this very name; `taken` is what counts."""
+        if key not in self.meant:
+            self.add("warning", key, f"is not set: {by} {taken}", remedy, default=taken)
+
+    def error(self, key: str, rule: str, remedy: str = "", *, line: int | None = None) -> None:
+        """Report an error; `line` where it is not that of the key."""
+        self.add("error", key, rule, remedy, line=line)
 
     def warning(self, key: str, rule: str, remedy: str = "") -> None:
         """Report a warning."""
@@ -118,12 +127,25 @@ class Report:
         }
 
     def text(self) -> Iterable[str]:
-        """One line per problem, `file:line: severity: key: rule. Remedy.`, and one that sums up."""
-        for problem in (*self.errors, *self.warnings):
+        """One line per problem, `file:line: severity: key: rule. Remedy.`, and one that sums up.
+
+        Keys that are not set make one warning together, with a line for what is taken instead of each.
+        """
+        told = [problem for problem in self.warnings if not problem.default]
+        defaults = sorted((problem for problem in self.warnings if problem.default), key=lambda problem: problem.key)
+        if len(defaults) == 1:
+            told, defaults = self.warnings, []
+        for problem in (*self.errors, *told):
             place = self.path if problem.line is None else f"{self.path}:{problem.line}"
-            message = DmuownError(problem.key, problem.rule.rstrip("."), problem.remedy)
-            yield f"{place}: {problem.severity}: {message}"
-        counts = f"{_count(len(self.errors), 'error')}, {_count(len(self.warnings), 'warning')}"
+            # The file is named already where it is the subject itself.
+            subject = "" if problem.key == self.path else f": {problem.key}"
+            yield str(DmuownError(f"{place}: {problem.severity}{subject}", problem.rule.rstrip("."), problem.remedy))
+        if defaults:
+            yield f"{self.path}: warning: {len(defaults)} keys are not set. Write those whose default is not meant:"
+            width = max(len(problem.key) for problem in defaults)
+            for problem in defaults:
+                yield f"  {problem.key:<{width}}  {problem.default}"
+        counts = f"{_count(len(self.errors), 'error')}, {_count(len(told) + bool(defaults), 'warning')}"
         yield f"{self.path}: {counts}"
 
 

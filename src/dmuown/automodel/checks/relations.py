@@ -6,15 +6,27 @@ from typing import Any
 
 from dmuown.automodel.checks.document import Document
 from dmuown.automodel.checks.problems import Report
+from dmuown.automodel.checks.restore import KEY as RESTORE
+from dmuown.automodel.checks.restore import check_algorithm, named_checkpoint
 from dmuown.automodel.checks.sections import DEFAULTS
 from dmuown.automodel.optimizer_options import MatrixOptions
+from dmuown.errors import CheckpointError
+
+#: Sizes that the host refuses beside a strategy.
+_ONLY_ONE = {
+    "ddp": ("tp_size", "pp_size", "cp_size", "ep_size", "dp_replicate_size"),
+    "megatron_fsdp": ("pp_size", "ep_size", "dp_replicate_size"),
+}
 
 
 def check_relations(
     document: Document, report: Report, options: MatrixOptions | None, *, world_size: int | None = None
 ) -> None:
     """Check what no single key shows."""
-    _batches(document, report, world_size)
+    model_parallel = (
+        parallel_size(document, "tp_size") * parallel_size(document, "pp_size") * parallel_size(document, "cp_size")
+    )
+    check_batches(document, report, max(1, (world_size or 1) // model_parallel))
     _sizes(document, report, world_size)
     _schedule(document, report, options)
     _validation(document, report)
@@ -35,13 +47,10 @@ def _number(document: Document, report: Report, key: str) -> Any:
     return value if usable else None
 
 
-def _batches(document: Document, report: Report, world_size: int | None) -> None:
+def check_batches(document: Document, report: Report, ranks: int) -> None:
+    """Check that a number of data-parallel ranks can share a step's samples."""
     whole = _number(document, report, "step_scheduler.global_batch_size") or 32
     local = _number(document, report, "step_scheduler.local_batch_size") or 1
-    model_parallel = (
-        parallel_size(document, "tp_size") * parallel_size(document, "pp_size") * parallel_size(document, "cp_size")
-    )
-    ranks = max(1, (world_size or 1) // model_parallel)
     if document.has("step_scheduler") and whole % (local * ranks):
         what = f"{local} (local_batch_size)" + (f" x {ranks} data-parallel ranks" if ranks > 1 else "")
         key = "global_batch_size" if document.has("step_scheduler.global_batch_size") else "local_batch_size"
@@ -51,10 +60,9 @@ def _batches(document: Document, report: Report, world_size: int | None) -> None
 def _sizes(document: Document, report: Report, world_size: int | None) -> None:
     strategy = document.get("distributed.strategy", "fsdp2")
     sizes = {name: parallel_size(document, name) for name in ("tp_size", "pp_size", "cp_size", "ep_size", "dp_size")}
-    if strategy == "ddp":
-        for name in ("tp_size", "pp_size", "cp_size", "ep_size"):
-            if sizes[name] > 1:
-                report.error(f"distributed.{name}", f"must be 1 with strategy ddp, got {sizes[name]}", "Use fsdp2")
+    for name in _ONLY_ONE.get(strategy, ()) if isinstance(strategy, str) else ():
+        if (size := parallel_size(document, name)) > 1:
+            report.error(f"distributed.{name}", f"must be 1 with strategy {strategy}, got {size}", "Use fsdp2")
     if sizes["pp_size"] > 1 and not document.has("distributed.pipeline"):
         report.error(
             "distributed.pp_size", "needs a section distributed.pipeline", "Write pipeline: {} for its defaults"
@@ -82,10 +90,15 @@ def _sizes(document: Document, report: Report, world_size: int | None) -> None:
     replicas = parallel_size(document, "dp_replicate_size")
     if data_parallel % replicas:
         report.error("distributed.dp_replicate_size", f"{replicas} does not divide {data_parallel} data-parallel ranks")
-    if (data_parallel * sizes["cp_size"]) % sizes["ep_size"]:
+    elif replicas == data_parallel > 1:
         report.error(
-            "distributed.ep_size", f"{sizes['ep_size']} does not divide {data_parallel * sizes['cp_size']} ranks"
+            "distributed.dp_replicate_size",
+            f"must be less than the {data_parallel} data-parallel ranks, got {replicas}: FSDP2 needs two shards",
+            "Lower it, or use strategy ddp",
         )
+    stage = world_size // sizes["pp_size"]
+    if stage % sizes["ep_size"]:
+        report.error("distributed.ep_size", f"{sizes['ep_size']} does not divide {stage} ranks")
 
 
 def _schedule(document: Document, report: Report, options: MatrixOptions | None) -> None:
@@ -139,7 +152,7 @@ def _validation(document: Document, report: Report) -> None:
             "step_scheduler.val_every_steps", f"is not set: {sets[0]} is used at checkpoints only", "Set it to validate"
         )
     if sets and not document.has("validation_dataloader"):
-        report.warning("validation_dataloader", "is not set: the host takes its defaults", "Write one")
+        report.default("validation_dataloader", "the defaults of a data loader", "Write one")
     steps = _number(document, report, "step_scheduler.max_steps")
     value = _number(document, report, "step_scheduler.val_every_steps")
     if steps is not None and value is not None and value > steps:
@@ -151,9 +164,11 @@ def _validation(document: Document, report: Report) -> None:
 def _loading(document: Document, report: Report) -> None:
     if document.get("model.force_hf") is True and document.get("model.backend") is not None:
         report.error("model.backend", "has no effect on transformers' own class: force_hf is true", "Keep one of them")
-    restore = document.get("checkpoint.restore_from")
+    restore = document.get(RESTORE)
     if restore is not None and document.get("checkpoint.enabled") is False:
-        report.error("checkpoint.restore_from", "needs checkpoint.enabled: true", "Enable checkpoints, or remove it")
+        report.error(RESTORE, "needs checkpoint.enabled: true", "Enable checkpoints, or remove it")
+    elif isinstance(restore, str) and not report.has_error("checkpoint"):
+        _restored(document, report)
     if document.get("checkpoint.save_consolidated") not in (None, False, "false") and (
         document.get("checkpoint.model_save_format") == "torch_save"
     ):
@@ -170,10 +185,23 @@ def _loading(document: Document, report: Report) -> None:
         report.warning("freeze_config", "is beside peft, which freezes all but the adapters", "Remove it if not meant")
 
 
+def _restored(document: Document, report: Report) -> None:
+    try:
+        folder = named_checkpoint(document.config)
+    except CheckpointError as error:
+        report.raised(error)
+        return
+    try:
+        if folder is not None:
+            check_algorithm(folder, document.config)
+    except CheckpointError as error:
+        report.error(RESTORE, f"{error.subject!r} {error.rule}", error.remedy)
+
+
 def _defaults(document: Document, report: Report) -> None:
     for key, default in DEFAULTS.items():
         section, _, name = key.partition(".")
         if name and not isinstance(document.get(section), dict):
             continue
         if not document.has(key) and not report.has_error(section):
-            report.missing("warning", key, f"is not set: the host takes {default}", "Write it")
+            report.default(key, default, "Write it")

@@ -63,7 +63,7 @@ def check_config(
     try:
         document = read_document(path, overrides)
     except OptionError as error:
-        report.error(error.subject, error.rule, error.remedy)
+        report.error(error.subject, error.rule, error.remedy, line=getattr(error, "line", None))
         return report
     report.lines = document.lines
     _check_host(report)
@@ -87,8 +87,8 @@ def check_config(
     if not report.has_error("freeze_config"):
         model.check_frozen(document, report, parameters)
     _check_routes(document, options, parameters, report)
+    _check_ownership(document, report)
     relations.check_relations(document, report, options, world_size=world_size)
-    _check_ownership(document, options, report)
     if deep and not report.errors:
         from dmuown.automodel.checks.deep import check_with_host
 
@@ -96,18 +96,22 @@ def check_config(
     return report
 
 
-def _check_ownership(document: Document, options: MatrixOptions | None, report: Report) -> None:
-    section = document.get("distributed")
-    if not isinstance(options, DMuonOptions) or not isinstance(section, Mapping):
-        return
-    if report.has_error("distributed.tp_size"):
-        return  # reported already, with the strategy to use
-    from dmuown.automodel.ownership import check_sizes
+def _check_ownership(document: Document, report: Report) -> None:
+    """Report all that the ownership runtime refuses.
 
-    try:
-        check_sizes(section)
-    except OptionError as error:
-        report.raised(error)
+    Before other rules of these keys, whose remedies would end here; and from the name of the configuration, whose other
+    options may be wrong as well.
+    """
+    section = document.get("distributed")
+    if own_options(document.get("optimizer._target_")) is not DMuonOptions or not isinstance(section, Mapping):
+        return
+    from dmuown.automodel.ownership import refusals
+
+    # Tensor parallelism under ddp is told with the strategy to use.
+    told = section.get("strategy") == "ddp" and relations.parallel_size(document, "tp_size") > 1
+    for error in refusals(section):
+        if not (told and error.subject == "distributed.strategy"):
+            report.raised(error)
 
 
 def _check_routes(

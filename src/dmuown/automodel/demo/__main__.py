@@ -15,7 +15,7 @@ from dmuown.automodel.demo import data, model
 from dmuown.automodel.demo.plot import plot_losses
 from dmuown.automodel.launch import launch
 from dmuown.automodel.summary import RunSummary
-from dmuown.cli import quieten_host
+from dmuown.commands.quiet import quieten_host
 from dmuown.errors import DmuownError, OptionError
 
 CONFIGS = Path(__file__).parents[4] / "configs" / "automodel"

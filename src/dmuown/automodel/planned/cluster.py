@@ -62,8 +62,15 @@ class Cluster:
             raise OptionError(
                 "--world-size", f"{self.world_size} is no multiple of tp x pp x cp = {self.tp * self.pp * self.cp}"
             )
-        if self.data_parallel % self.replicas:
-            raise OptionError("--replicas", f"{self.replicas} does not divide {self.data_parallel} data-parallel ranks")
+        ranks = self.data_parallel // self.cp
+        if ranks % self.replicas:
+            raise OptionError("--replicas", f"{self.replicas} does not divide {ranks} data-parallel ranks")
+        if self.replicas == ranks > 1:
+            raise OptionError(
+                "--replicas",
+                f"must be less than the {ranks} data-parallel ranks, got {self.replicas}: FSDP2 needs two shards",
+                "Lower it",
+            )
         if self.data_parallel % self.ep:
             raise OptionError("--ep", f"{self.ep} does not divide {self.data_parallel} data-parallel ranks")
 

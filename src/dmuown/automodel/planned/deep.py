@@ -9,7 +9,7 @@ import torch
 
 from dmuown.automodel.checks.document import read_document
 from dmuown.automodel.planned.model import NAME, SHAPE_KEYS, KnownModel
-from dmuown.errors import MissingDependencyError, OptionError
+from dmuown.errors import MissingDependencyError, OptionError, install_extra
 from dmuown.policy.fused import fused_splits
 from dmuown.policy.roles import describe_parameters
 
@@ -24,7 +24,7 @@ def deep_model(path: str | Path, overrides: Sequence[str] = (), model_config: Pa
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
-        raise MissingDependencyError("transformers", "is not installed", 'pip install "dmuown[automodel]"') from None
+        raise MissingDependencyError("transformers", "is not installed", install_extra("automodel")) from None
     document = read_document(path, overrides)
     named = model_config or document.get(NAME)
     if named is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dmuown.automodel.checks.document import Document
+from dmuown.automodel.checks.document import Document, with_variables
 from dmuown.automodel.planned.adapters import Adapters, linear_modules
 from dmuown.automodel.shapes import find_model_config, model_parameters, read_model_config
 from dmuown.errors import OptionError
@@ -120,7 +120,7 @@ def model_file(document: Document, model_config: Path | None) -> Path:
         named = named.get("pretrained_model_name_or_path")
     if named is None:
         raise OptionError(NAME, "is missing", "Write it, or give the model's config.json with --model-config")
-    found = find_model_config(named) if isinstance(named, str) else None
+    found = find_model_config(with_variables(named)) if isinstance(named, str) else None
     if found is None:
         raise OptionError(
             NAME,

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dmuown.automodel.checks.document import Document, read_document
+from dmuown.automodel.checks.problems import Report
+from dmuown.automodel.checks.relations import check_batches
 from dmuown.automodel.dmuon_options import DMuonOptions, own_options
 from dmuown.automodel.optimizer_options import MatrixOptions
 from dmuown.automodel.planned.cluster import Cluster, stages
@@ -15,7 +17,7 @@ from dmuown.automodel.planned.exchange import BucketPlan
 from dmuown.automodel.planned.memory import RankBytes
 from dmuown.automodel.planned.model import KnownModel, plan_model
 from dmuown.automodel.planned.ownership import OwnershipRanks
-from dmuown.automodel.planned.routes import RouteRow
+from dmuown.automodel.planned.routes import RouteRow, with_layers
 from dmuown.automodel.planned.stage import plan_stage
 from dmuown.errors import OptionError
 
@@ -101,21 +103,29 @@ def plan_job(
     """
     document = read_document(path, overrides)
     options = _options(document)
-    cluster = _cluster(document, world_size, sizes or {})
+    chosen = _sizes(document, sizes or {})
     if isinstance(options, DMuonOptions):
         from dmuown.automodel.ownership import check_sizes
 
-        check_sizes({f"{name}_size": getattr(cluster, name) for name in ("pp", "ep", "cp")})
+        # Before whether they divide: what is refused stays refused.
+        check_sizes({f"{name}_size": chosen[name] for name in ("pp", "ep", "cp")})
+    cluster = Cluster(world_size, **chosen)
+    _check_data_parallel(document, cluster)
     plan = JobPlan(str(path), type(options).title(), cluster)
+    batches = Report(str(path))
+    check_batches(document, batches, cluster.data_parallel // cluster.cp)
+    plan.notes += [f"{problem.key}: {problem.rule}: the job would not start" for problem in batches.errors]
     model = plan_model(document, model_config, known)
     plan.elements, plan.trainable = model.elements, model.trained
     plan.notes += model.notes
+    rows: list[RouteRow] = []
     for entries in stages(model.entries, cluster.pp):
         stage = plan_stage(entries, options, cluster, model)
-        plan.routes += stage.routes
+        rows += stage.routes
         plan.buckets += stage.buckets
         plan.ownership += [stage.ownership] if stage.ownership is not None else []
         plan.ranks.extend(stage.ranks)
+    plan.routes = with_layers(rows)
     plan.notes.append("not counted: activations, and layers while FSDP holds them whole")
     return plan
 
@@ -134,7 +144,8 @@ def _options(document: Document) -> MatrixOptions:
         raise OptionError(f"optimizer.{error.subject}", error.rule, error.remedy) from None
 
 
-def _cluster(document: Document, world_size: int, sizes: Mapping[str, int | None]) -> Cluster:
+def _sizes(document: Document, sizes: Mapping[str, int | None]) -> dict[str, int]:
+    """The sizes of the command line, or those of the YAML."""
     keys = {"tp": "tp_size", "ep": "ep_size", "pp": "pp_size", "cp": "cp_size", "replicas": "dp_replicate_size"}
     chosen: dict[str, int] = {}
     for name, key in keys.items():
@@ -145,4 +156,12 @@ def _cluster(document: Document, world_size: int, sizes: Mapping[str, int | None
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise OptionError(f"distributed.{key}", f"must be a whole number >= 1, got {value!r}")
         chosen[name] = value
-    return Cluster(world_size, **chosen)
+    return chosen
+
+
+def _check_data_parallel(document: Document, cluster: Cluster) -> None:
+    """Refuse a fixed number of data-parallel ranks that the other sizes do not leave."""
+    fixed, left = document.get("distributed.dp_size"), cluster.data_parallel // cluster.cp
+    if fixed is not None and fixed != left:
+        rule = f"must be {left} for {cluster.world_size} processes, got {fixed!r}"
+        raise OptionError("distributed.dp_size", rule, "Write none, or give another --world-size")

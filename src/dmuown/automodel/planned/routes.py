@@ -1,10 +1,14 @@
-"""The route table: parameters that differ in their layer's number only share a row."""
+"""The route table: parameters that differ in their layer's number only share a row.
+
+Where layers of one name are treated differently, as below a frozen part, each row names its own.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +24,7 @@ class RouteRow:
     """Parameters that differ in their layer's number only.
 
     Attributes:
-        pattern: Their name, numbers as `*`.
+        pattern: Their name, numbers as `*`, or as `0-11,24` where another row has the same name with other numbers.
         count: How many.
         shape: Their shape.
         role: Their role.
@@ -30,6 +34,7 @@ class RouteRow:
         weight_decay: Decay; None if frozen.
         blocks: What its matrices are cut into, such as `gate 64, up 64`; empty for whole ones.
         split: How one lies on the ranks.
+        numbers: The numbers in their names, of each parameter.
     """
 
     pattern: str
@@ -42,10 +47,11 @@ class RouteRow:
     weight_decay: float | None
     blocks: str
     split: str
+    numbers: tuple[tuple[int, ...], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The row as data that JSON can hold."""
-        return {**vars(self), "shape": list(self.shape)}
+        return {key: value for key, value in vars(self).items() if key != "numbers"} | {"shape": list(self.shape)}
 
 
 def route_rows(
@@ -67,7 +73,7 @@ def route_rows(
         splits: Fused weights.
         owned: Whether the ownership runtime holds the parameters.
     """
-    rows: dict[tuple[Any, ...], int] = {}
+    rows: dict[tuple[Any, ...], list[tuple[int, ...]]] = defaultdict(list)
     for entry in entries:
         group, tensor = group_of.get(entry.name), placed[entry.name]
         route = routes.get(entry.name, "")
@@ -87,11 +93,48 @@ def route_rows(
             str(splits[entry.name]) if cut else "",
             split,
         )
-        rows[key] = rows.get(key, 0) + 1
+        rows[key].append(tuple(map(int, _LAYER_NUMBER.findall(entry.name))))
     return [
-        RouteRow(pattern, count, shape, role, route, algorithm, lr, decay, blocks, split)
-        for (pattern, shape, role, route, algorithm, lr, decay, blocks, split), count in rows.items()
+        RouteRow(pattern, len(numbers), shape, role, route, algorithm, lr, decay, blocks, split, tuple(numbers))
+        for (pattern, shape, role, route, algorithm, lr, decay, blocks, split), numbers in rows.items()
     ]
+
+
+def with_layers(rows: Iterable[RouteRow]) -> list[RouteRow]:
+    """Join rows that differ in their numbers only, as those of pipeline stages; tell apart those of one pattern."""
+    joined: dict[RouteRow, list[tuple[int, ...]]] = defaultdict(list)
+    for row in rows:
+        joined[replace(row, count=0, numbers=())] += row.numbers
+    patterns: dict[str, list[list[tuple[int, ...]]]] = defaultdict(list)
+    for row, numbers in joined.items():
+        patterns[row.pattern].append(numbers)
+    return [
+        replace(row, pattern=_named(row.pattern, numbers, patterns[row.pattern]), count=len(numbers))
+        for row, numbers in joined.items()
+    ]
+
+
+def _named(pattern: str, numbers: Sequence[tuple[int, ...]], all_rows: Sequence[Sequence[tuple[int, ...]]]) -> str:
+    """The pattern with the numbers that tell a row from the others of its pattern."""
+    if len(all_rows) == 1:
+        return pattern
+    first, *rest = pattern.split("*")
+    for place, text in enumerate(rest):
+        own = {entry[place] for entry in numbers}
+        alike = all({entry[place] for entry in row} == own for row in all_rows)
+        first += ("*" if alike else _ranges(own)) + text
+    return first
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Numbers as text: `0-11,24`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def split_text(tensor: Tensor) -> str:

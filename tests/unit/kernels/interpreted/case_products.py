@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import dmuown
 from dmuown.kernels import normalize, products
 from dmuown.kernels.triton_operations import operations
 from tests.unit.kernels.interpreted.inputs import KINDS, laid_out, matrices, relative_error
@@ -89,6 +90,38 @@ def test_normalize(layout: str, kind: str, clamp: bool) -> None:
     assert relative_error(result, reference) < 1e-6
     assert result.stride(2) == x.stride(2)
     assert not result[1].any()
+
+
+@pytest.mark.parametrize("layout", ["rows", "transposed"])
+def test_normalize_may_overwrite(layout: str) -> None:
+    """The same numbers, in the input's memory where the result is as wide, and never where it was not allowed."""
+    given = laid_out(matrices("random", 3, 64, 96).to(torch.bfloat16), layout)
+    kept = given.clone()
+    apart = normalize.normalize(given, torch.float16, factor=1.01, epsilon=1e-7, clamp=False)
+    assert torch.equal(given, kept)
+    within = normalize.normalize(given, torch.float16, factor=1.01, epsilon=1e-7, clamp=False, overwrite=True)
+    assert apart is not None
+    assert within is not None
+    assert within.data_ptr() == given.data_ptr()
+    assert within.dtype == torch.float16
+    assert within.stride() == apart.stride()
+    assert torch.equal(within, apart)
+    wider = normalize.normalize(kept, torch.float32, factor=1.01, epsilon=1e-7, clamp=False, overwrite=True)
+    assert wider is not None
+    assert wider.data_ptr() != kept.data_ptr()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_step_never_overwrites_momentum(count: int) -> None:
+    """Without Nesterov, 16-bit momentum is itself what is orthogonalized."""
+    params = [torch.nn.Parameter(matrices("random", 1, 64, 96)[0].to(torch.bfloat16)) for _ in range(count)]
+    optimizer = dmuown.Muon(params, nesterov=False, state_precision="bf16", backend="triton", ns_dtype=torch.bfloat16)
+    for param in params:
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    for param in params:
+        assert param.grad is not None
+        assert torch.equal(optimizer.state[param]["momentum"], param.grad)
 
 
 def test_normalize_leaves_gaps_to_torch() -> None:

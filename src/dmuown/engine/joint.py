@@ -1,0 +1,192 @@
+"""Several small buckets as one task: what they want orthogonalized goes into one batch, whatever its shapes.
+
+A small matrix takes less time than the launches that orthogonalize it. Matrices of unlike shapes are turned wide and
+padded with zeros to a common one. Zeros stay zeros under every odd polynomial and add nothing to a norm, so that
+each matrix gets what it would get alone, to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from dmuown.orthogonalize import orthogonalize_blocks
+
+if TYPE_CHECKING:
+    from dmuown.engine.exchange import ExchangeCount
+    from dmuown.engine.plan import Bucket
+
+T = TypeVar("T")
+
+#: Buckets below so many operations are worth joining, by device. CUDA: 30 us of arithmetic on H200, where the launches
+#: take as long. CPU: measured on two cores, see `docs/lab-log.md`.
+_SMALL_FLOPS = {"cuda": 2e10, "cpu": 2e8}
+
+#: How many times its own operations a joined matrix may cost with its padding, on average.
+_MOST_PADDING = {"cuda": 2.0, "cpu": 1.3}
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What a task asks its runner for: these matrices orthogonalized.
+
+    Attributes:
+        bucket: Where they come from.
+        matrices: `[count, m, n]`, or None for nothing, which is asked for as well: tasks of all ranks keep in step.
+        overwrite: Whether their memory may be used.
+    """
+
+    bucket: Bucket
+    matrices: Tensor | None
+    overwrite: bool
+
+
+#: A task of the step: yields None where a collective is in flight, and asks for what it wants orthogonalized.
+Asking = Generator[Whole | None, Tensor | None, T]
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Buckets that are updated together.
+
+    Attributes:
+        buckets: One or several.
+        rows: Rows of their common shape, the shorter side; what is smaller is padded.
+        columns: Columns of it.
+    """
+
+    buckets: tuple[Bucket, ...]
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, buckets: Sequence[Bucket]) -> Joint:
+        """Those buckets, with the smallest shape that holds all of them."""
+        sides = [_wide(bucket) for bucket in buckets]
+        return cls(tuple(buckets), max(rows for rows, _ in sides), max(columns for _, columns in sides))
+
+
+def _wide(bucket: Bucket) -> tuple[int, int]:
+    shorter, longer = sorted((bucket.layout.m, bucket.layout.n))
+    return shorter, longer
+
+
+def join(buckets: Sequence[Bucket], alone: Iterable[bool]) -> list[Joint]:
+    """Join small buckets of one audience. Pure; the same on every rank.
+
+    Args:
+        buckets: In the order of their updates.
+        alone: For each, whether its options forbid joining it.
+
+    Returns:
+        All buckets once, in the order of the first of each joint.
+    """
+    order = {id(bucket): position for position, bucket in enumerate(buckets)}
+    joints: list[list[Bucket]] = []
+    waiting: dict[Any, list[Bucket]] = {}
+    for bucket, forbidden in zip(buckets, alone, strict=True):
+        device = bucket.device.type
+        small = _flops(bucket, *_wide(bucket)) < _SMALL_FLOPS.get(device, 0.0) and not bucket.is_empty
+        if forbidden or not small or bucket.blocks or bucket.orthogonalizer.function is not None:
+            joints.append([bucket])
+        else:
+            waiting.setdefault((bucket.device, bucket.orthogonalizer), []).append(bucket)
+    for fitting in waiting.values():
+        joints += _group(sorted(fitting, key=_wide))
+    found = [Joint.of(sorted(joint, key=lambda bucket: order[id(bucket)])) for joint in joints]
+    return sorted(found, key=lambda joint: order[id(joint.buckets[0])])
+
+
+def _flops(bucket: Bucket, rows: int, columns: int) -> float:
+    """Operations of orthogonalizing a bucket padded to so many rows and columns."""
+    units = len(bucket.params) * bucket.most_units_per_param
+    return units * 2.0 * bucket.orthogonalizer.steps * (2.0 * rows * rows * columns + rows**3)
+
+
+def _group(buckets: Sequence[Bucket]) -> list[list[Bucket]]:
+    """Each with the first group that it fits, from small to large."""
+    groups: list[list[Bucket]] = []
+    for bucket in buckets:
+        fitting = next((group for group in groups if _worthwhile([*group, bucket])), None)
+        if fitting is None:
+            groups.append([bucket])
+        else:
+            fitting.append(bucket)
+    return groups
+
+
+def _worthwhile(buckets: Sequence[Bucket]) -> bool:
+    joint, device = Joint.of(buckets), buckets[0].device.type
+    own = sum(_flops(bucket, *_wide(bucket)) for bucket in buckets)
+    padded = sum(_flops(bucket, joint.rows, joint.columns) for bucket in buckets)
+    return padded <= _MOST_PADDING[device] * own and padded <= len(buckets) * _SMALL_FLOPS[device]
+
+
+def run(joint: Joint, works: Sequence[Asking[None]], count: ExchangeCount) -> Generator[None, None, None]:
+    """Run tasks side by side, and do together what they ask for at the same time.
+
+    Args:
+        joint: Their buckets.
+        works: One a bucket or part of one. On every rank they yield and ask equally often, so that their
+            collectives come in the same order.
+        count: Counters to add to.
+    """
+    live: list[tuple[Asking[None], Tensor | None]] = [(work, None) for work in works]
+    while live:
+        stopped: list[tuple[Asking[None], Whole | None]] = []
+        for work, answer in live:
+            try:
+                stopped.append((work, work.send(answer)))
+            except StopIteration:
+                continue
+        live = []  # answers given are not kept
+        answers = iter(_answer(joint, [asked for _, asked in stopped if asked is not None], count))
+        live = [(work, None if asked is None else next(answers)) for work, asked in stopped]
+        if any(asked is None for _, asked in stopped):
+            yield
+
+
+def _answer(joint: Joint, asked: Sequence[Whole], count: ExchangeCount) -> list[Tensor]:
+    results = _padded(joint, asked) if len(joint.buckets) > 1 else [_alone(one) for one in asked]
+    for one, result in zip(asked, results, strict=True):
+        if one.matrices is not None:
+            count.matrices += len(one.matrices) * one.bucket.matrices_per_unit
+            if count.observe is not None:
+                count.observe(one.bucket, result)
+    return results
+
+
+def _alone(asked: Whole) -> Tensor:
+    if asked.matrices is None:
+        return torch.empty(0)
+    bucket = asked.bucket
+    result = orthogonalize_blocks(asked.matrices, bucket.blocks, bucket.orthogonalizer, overwrite=asked.overwrite)
+    # A custom function may return another dtype; updates travel in the orthogonalizer's, whatever the layout.
+    return result.to(bucket.orthogonalizer.dtype)
+
+
+def _padded(joint: Joint, asked: Sequence[Whole]) -> list[Tensor]:
+    """The same for matrices of unlike shapes: views of one result."""
+    given = [one.matrices for one in asked if one.matrices is not None]
+    if not given:
+        return [torch.empty(0) for _ in asked]
+    size = sum(len(matrices) for matrices in given), joint.rows, joint.columns
+    batch = torch.zeros(size, dtype=given[0].dtype, device=given[0].device)
+    places = batch.split([len(matrices) for matrices in given])
+    for place, matrices in zip(places, given, strict=True):
+        _shaped(place, matrices).copy_(matrices)
+    done = iter(joint.buckets[0].orthogonalizer(batch, overwrite=True).split([len(matrices) for matrices in given]))
+    return [torch.empty(0) if one.matrices is None else _shaped(next(done), one.matrices) for one in asked]
+
+
+def _shaped(place: Tensor, like: Tensor) -> Tensor:
+    """The part of `[count, rows, columns]` that holds matrices `[count, m, n]`, turned as they are."""
+    m, n = like.shape[1:]
+    return place[:, :m, :n] if m <= n else place[:, :n, :m].mT
+
+
+__all__ = ["Asking", "Joint", "Whole", "join", "run"]

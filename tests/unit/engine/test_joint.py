@@ -1,0 +1,148 @@
+"""Small matrices of unlike shapes are orthogonalized in one batch, and get what each would get alone."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dmuown
+from dmuown.engine import joint
+from dmuown.engine.exchange import ExchangeCount
+from dmuown.engine.joint import Joint, Whole
+from dmuown.orthogonalize import Orthogonalizer
+
+SHAPES = [(12, 20), (20, 12), (12, 12), (11, 19), (3, 13, 17), (16, 16), (9, 15), (12, 20)]
+KINDS = ["Muon", "NorMuon", "Muown", "NorMuown", "AngularMuown"]
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+
+
+def build(kind: str, **options: Any) -> tuple[dmuown.Muon, list[torch.nn.Parameter]]:
+    params = parameters()
+    made: dmuown.Muon = getattr(dmuown, kind)(params, lr=0.02, ns_dtype=torch.float32, **options)
+    return made, params
+
+
+def train(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], without: int | None = None) -> None:
+    for step in range(3):
+        for index, param in enumerate(params):
+            generator = torch.Generator().manual_seed(100 * step + index)
+            grad = torch.randn(param.shape, generator=generator)
+            param.grad = None if index == without else grad
+        optimizer.step()
+
+
+def joints(optimizer: dmuown.Muon) -> list[Joint]:
+    return [found for part in optimizer.plan.parts for found in part]
+
+
+@pytest.mark.parametrize("scheme", ["newton_schulz", "polar_express", "gram"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_matrix_gets_what_it_would_get_alone(kind: str, scheme: str) -> None:
+    together, params = build(kind, scheme=scheme)
+    alone, others = build(kind, scheme=scheme, batch_size=100)  # a bound keeps buckets apart
+    assert max(len(found.buckets) for found in joints(together)) >= 3
+    assert all(len(found.buckets) == 1 for found in joints(alone))
+    train(together, params)
+    train(alone, others)
+    for one, other in zip(params, others, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
+    assert together.orthogonalized == alone.orthogonalized == 10
+    assert together.exchange_count.matrices == alone.exchange_count.matrices == 30
+
+
+def test_one_batch_is_orthogonalized_for_a_joint(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[tuple[int, ...]] = []
+    real = Orthogonalizer.__call__
+
+    def counted(self: Orthogonalizer, x: Tensor, **options: bool) -> Tensor:
+        sizes.append(tuple(x.shape))
+        return real(self, x, **options)
+
+    monkeypatch.setattr(Orthogonalizer, "__call__", counted)
+    optimizer, params = build("Muown")
+    train(optimizer, params)
+    expected = [
+        (sum(bucket.units_per_param * len(bucket.params) for bucket in found.buckets), found.rows, found.columns)
+        for found in joints(optimizer)
+    ]
+    assert len(expected) < len({tuple(sorted(shape[-2:])) for shape in SHAPES})
+    assert sizes == expected * 3
+
+
+def test_a_matrix_without_gradient_or_not_finite_leaves_its_neighbours_alone() -> None:
+    optimizer, params = build("Muon")
+    others, same = build("Muon")
+    before = params[3].detach().clone()
+    train(optimizer, params, without=3)
+    train(others, same)
+    assert torch.equal(params[3], before)
+    for index, (one, other) in enumerate(zip(params, same, strict=True)):
+        if index != 3:
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    assert params[0].grad is not None
+    params[0].grad[2, 3] = float("nan")
+    optimizer.step()
+    assert params[0].isnan().any()
+    assert all(param.isfinite().all() for param in params[1:])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 4},
+        {"foreach": False},
+        {"offload_state": True},
+        {"newton_schulz_func": lambda x, epsilon: x / (x.norm(dim=(-2, -1), keepdim=True) + epsilon)},
+    ],
+    ids=["batch_size", "foreach", "offload", "function"],
+)
+def test_bounds_and_functions_keep_buckets_apart(options: dict[str, Any]) -> None:
+    optimizer, _ = build("Muown", **options)
+    assert all(len(found.buckets) == 1 for found in joints(optimizer))
+
+
+def test_large_or_unlike_buckets_stay_apart() -> None:
+    shapes = [(400, 300), (300, 400), (8, 8), (8, 100), (9, 9)]
+    params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+    found = joints(dmuown.Muon(params))
+    together = {frozenset(tuple(bucket.params[0].shape) for bucket in one.buckets) for one in found}
+    assert together == {
+        frozenset({(400, 300)}),
+        frozenset({(300, 400)}),
+        frozenset({(8, 8), (9, 9)}),
+        frozenset({(8, 100)}),
+    }
+
+
+def test_tasks_that_wait_and_tasks_that_ask_keep_in_step() -> None:
+    """What two tasks ask for at once is one batch; while any waits for a collective, other tasks have their turn."""
+    optimizer, _ = build("Muon")
+    found = next(one for one in joints(optimizer) if len(one.buckets) > 1)
+    log: list[str] = []
+
+    def work(name: str, bucket: Any, waits: int) -> Generator[Whole | None, Tensor | None, None]:
+        for _ in range(waits):
+            log.append(f"{name} waits")
+            yield None
+        matrices = torch.eye(bucket.layout.m, bucket.layout.n)[None]
+        answer = yield Whole(bucket, matrices, False)
+        assert answer is not None
+        log.append(f"{name} has {tuple(answer.shape)}")
+        yield None
+
+    first, second = found.buckets[:2]
+    task = joint.run(found, [work("one", first, 1), work("two", second, 1)], ExchangeCount())
+    shapes = [(1, bucket.layout.m, bucket.layout.n) for bucket in (first, second)]
+    next(task)
+    assert log == ["one waits", "two waits"]
+    next(task)
+    assert log[2:] == [f"one has {shapes[0]}", f"two has {shapes[1]}"]
+    assert list(task) == []
