@@ -126,9 +126,9 @@ def _stack(matrices: Sequence[Tensor], dtype: torch.dtype, disposable: bool) -> 
 
 def _orthogonalize_whole(bucket: Bucket, whole: Tensor | None, overwrite: bool) -> Asking[Tensor]:
     """Ask the runner, which may do it together with what other tasks ask for."""
-    result = yield Whole(bucket, whole, overwrite)
-    assert result is not None
-    return result
+    asked = Whole(bucket, whole, overwrite)
+    yield asked
+    return asked.take()
 
 
 def _through_owners(

@@ -30,23 +30,32 @@ _SMALL_FLOPS = {"cuda": 2e10, "cpu": 2e8}
 _MOST_PADDING = {"cuda": 2.0, "cpu": 1.3}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Whole:
     """What a task asks its runner for: these matrices orthogonalized.
 
     Attributes:
         bucket: Where they come from.
         matrices: `[count, m, n]`, or None for nothing, which is asked for as well: tasks of all ranks keep in step.
+            None once it is done.
         overwrite: Whether their memory may be used.
+        result: What the runner puts here; an empty tensor for nothing.
     """
 
     bucket: Bucket
     matrices: Tensor | None
     overwrite: bool
+    result: Tensor | None = None
+
+    def take(self) -> Tensor:
+        """The result, of which nothing is kept here: a value sent to a generator would stay with its sender."""
+        result, self.result = self.result, None
+        assert result is not None
+        return result
 
 
-#: A task of the step: yields None where a collective is in flight, and asks for what it wants orthogonalized.
-Asking = Generator[Whole | None, Tensor | None, T]
+#: A task of the step: yields None where a collective is in flight, and what it wants orthogonalized.
+Asking = Generator[Whole | None, None, T]
 
 
 @dataclass(frozen=True)
@@ -135,29 +144,31 @@ def run(joint: Joint, works: Sequence[Asking[None]], count: ExchangeCount) -> Ge
             collectives come in the same order.
         count: Counters to add to.
     """
-    live: list[tuple[Asking[None], Tensor | None]] = [(work, None) for work in works]
+    live = list(works)
     while live:
-        stopped: list[tuple[Asking[None], Whole | None]] = []
-        for work, answer in live:
-            try:
-                stopped.append((work, work.send(answer)))
-            except StopIteration:
-                continue
-        live = []  # answers given are not kept
-        answers = iter(_answer(joint, [asked for _, asked in stopped if asked is not None], count))
-        live = [(work, None if asked is None else next(answers)) for work, asked in stopped]
+        stopped = [(work, asked) for work in live for asked in _advance(work)]
+        live = [work for work, _ in stopped]
+        _answer(joint, [asked for _, asked in stopped if asked is not None], count)
         if any(asked is None for _, asked in stopped):
             yield
 
 
-def _answer(joint: Joint, asked: Sequence[Whole], count: ExchangeCount) -> list[Tensor]:
+def _advance(work: Asking[None]) -> list[Whole | None]:
+    """Run a task until it waits or asks: [None] or [what it asks for]; [] where it ends."""
+    try:
+        return [next(work)]
+    except StopIteration:
+        return []
+
+
+def _answer(joint: Joint, asked: Sequence[Whole], count: ExchangeCount) -> None:
     results = _padded(joint, asked) if len(joint.buckets) > 1 else [_alone(one) for one in asked]
     for one, result in zip(asked, results, strict=True):
         if one.matrices is not None:
             count.matrices += len(one.matrices) * one.bucket.matrices_per_unit
             if count.observe is not None:
                 count.observe(one.bucket, result)
-    return results
+        one.matrices, one.result = None, result
 
 
 def _alone(asked: Whole) -> Tensor:

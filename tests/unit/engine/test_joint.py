@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Generator
 from typing import Any
 
@@ -128,14 +129,14 @@ def test_tasks_that_wait_and_tasks_that_ask_keep_in_step() -> None:
     found = next(one for one in joints(optimizer) if len(one.buckets) > 1)
     log: list[str] = []
 
-    def work(name: str, bucket: Any, waits: int) -> Generator[Whole | None, Tensor | None, None]:
+    def work(name: str, bucket: Any, waits: int) -> Generator[Whole | None, None, None]:
         for _ in range(waits):
             log.append(f"{name} waits")
             yield None
         matrices = torch.eye(bucket.layout.m, bucket.layout.n)[None]
-        answer = yield Whole(bucket, matrices, False)
-        assert answer is not None
-        log.append(f"{name} has {tuple(answer.shape)}")
+        asked = Whole(bucket, matrices, False)
+        yield asked
+        log.append(f"{name} has {tuple(asked.take().shape)}")
         yield None
 
     first, second = found.buckets[:2]
@@ -146,3 +147,25 @@ def test_tasks_that_wait_and_tasks_that_ask_keep_in_step() -> None:
     next(task)
     assert log[2:] == [f"one has {shapes[0]}", f"two has {shapes[1]}"]
     assert list(task) == []
+
+
+def test_what_was_asked_for_is_let_go() -> None:
+    """Matrices on their way to an owner would else stay in memory beside their update."""
+    optimizer, _ = build("Muon", batch_size=100)
+    (found, *_) = joints(optimizer)
+    alive: list[bool] = []
+
+    def work() -> Generator[Whole | None, None, None]:
+        matrices = torch.eye(found.buckets[0].layout.m, found.buckets[0].layout.n)[None]
+        given = weakref.ref(matrices)
+        asked = Whole(found.buckets[0], matrices, False)
+        del matrices
+        yield asked
+        alive.append(given() is not None)
+        result = asked.take()
+        taken = weakref.ref(result)
+        del result
+        alive.append(taken() is not None)
+
+    list(joint.run(found, [work()], ExchangeCount()))
+    assert alive == [False, False]
