@@ -92,15 +92,18 @@ def test_every_rank_together_holds_every_parameter_once() -> None:
             tensor.device_mesh.size(dim) for dim, at in enumerate(tensor.placements) if not hasattr(at, "dim")
         )
         assert sum(local_numel(tensor, rank) for rank in range(16)) == entry.parameter.numel() * copies, entry.name
+        if entry.role is Role.EXPERT:  # spread over tensor-parallel ranks as well
+            assert copies == 1, entry.name
 
 
-def test_experts_stay_whole_on_their_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tp", [1, 2])
+def test_experts_stay_whole_on_their_ranks(tmp_path: Path, tp: int) -> None:
     config = TINY | MOE | {"model_type": "qwen3_moe", "head_dim": 8}
-    whole = planned(tmp_path, config, world_size=8, sizes={"ep": 8})
+    whole = planned(tmp_path, config, world_size=8, sizes={"ep": 8, "tp": tp})
     experts = [bucket for bucket in whole.buckets if len(bucket.bucket.layout.shape) == 3]
     assert [bucket.collectives for bucket in experts] == [{}, {}]
     assert [bucket.matrices for bucket in experts] == [[4] * 8, [4] * 8]  # 8 experts of 4 layers over 8 ranks
-    cut = planned(tmp_path, config, world_size=8, sizes={"ep": 2})
+    cut = planned(tmp_path, config, world_size=8, sizes={"ep": 2, "tp": tp})
     for bucket in cut.buckets:
         if len(bucket.bucket.layout.shape) == 3:
             assert bucket.collectives == {"all_to_all": 2}

@@ -71,8 +71,8 @@ class Cluster:
                 f"must be less than the {ranks} data-parallel ranks, got {self.replicas}: FSDP2 needs two shards",
                 "Lower it",
             )
-        if self.data_parallel % self.ep:
-            raise OptionError("--ep", f"{self.ep} does not divide {self.data_parallel} data-parallel ranks")
+        if self.stage_size % self.ep:
+            raise OptionError("--ep", f"{self.ep} does not divide the {self.stage_size} ranks of a stage")
 
     @property
     def stage_size(self) -> int:
@@ -91,8 +91,8 @@ class Cluster:
 
     @cached_property
     def expert_mesh(self) -> DeviceMesh | None:
-        """Mesh of experts of a stage: (shard, ep, tp); tensor-parallel ranks hold the same experts."""
-        return _mesh((self.data_parallel // self.ep, self.ep, self.tp), ("shard", "ep", "tp"))
+        """Mesh of experts of a stage: (shard, ep) over all of its ranks, tensor-parallel ones included."""
+        return _mesh((self.stage_size // self.ep, self.ep), ("shard", "ep"))
 
     @cached_property
     def tensor_parallel_mesh(self) -> DeviceMesh | None:
@@ -122,7 +122,7 @@ def place(entry: ParameterRole, cluster: Cluster, dtype: torch.dtype) -> Tensor:
     shape = tuple(entry.parameter.shape)
     if entry.role is Role.EXPERT and cluster.ep > 1:
         # The host shards experts over ep, and over the rest on the axis after it.
-        return _distribute(shape, cluster.expert_mesh, (Shard(1), Shard(0), Replicate()), dtype)
+        return _distribute(shape, cluster.expert_mesh, (Shard(1), Shard(0)), dtype)
     split = tensor_parallel_axis(entry) if cluster.tp > 1 else None
     tensor: Placement = Replicate() if split is None else Shard(split)
     # What tensor parallelism cut along axis 0 before, FSDP2 cuts again.
