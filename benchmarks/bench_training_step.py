@@ -271,6 +271,10 @@ def _allocated(device: torch.device) -> float:
     return torch.cuda.memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
 
 
+def _any(here: bool, device: torch.device) -> bool:
+    return bool(_slowest([float(here)], device)[0])
+
+
 def _slowest(times: list[float], device: torch.device) -> list[float]:
     values = torch.tensor(times, device=device)
     if dist.is_initialized():
@@ -316,8 +320,11 @@ def main() -> None:
         try:
             run = Run(name, variant, shape, device, mesh)
             run.settle(tokens)
+            failed = ""
         except Exception as reason:  # a peer that does not run here is a row of its own, not the end of the run
-            report.add(name=name, failed=f"{type(reason).__name__}: {reason}"[:200])
+            failed = f"{type(reason).__name__}: {reason}"[:200]
+        if _any(bool(failed), device):
+            report.add(name=name, failed=failed or "on another rank")
         else:
             runs.append(run)
     # In turn, since a card's clock falls as it warms: all meet the same.

@@ -49,7 +49,7 @@ class Rates:
     """What a card and its links do.
 
     Attributes:
-        products: FLOP/s of the products, symmetric ones counted half, when the card is warm (step_h200_2026-11-30.md).
+        products: FLOP/s of the products, symmetric ones counted half, when the card is warm (step_h200_2026-11-29.md).
         overhead: Orthogonalization over that floor, for matrices of 1024 rows and more and for smaller ones, captured
             (orthogonalize_h200_2026-11-29.md).
         rows: Bytes/s of the row kernels (lab log), of 28 bytes a parameter under Muown.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dmuown
 from tests.distributed.harness import RankPool
@@ -277,3 +278,23 @@ def step_with_function(rank: int, world_size: int) -> list[Tensor]:
 def test_a_function_of_another_dtype_gives_the_same_on_every_layout(ranks2: RankPool) -> None:
     for whole, sharded in ranks2.run(step_with_function):
         assert torch.equal(whole, sharded)
+
+
+def divided(rank: int, world_size: int, stepping: list[int], batch_size: int | None) -> int:
+    """Matrices that this rank orthogonalizes, of eight equal ones of which some have a gradient."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    params = [torch.nn.Parameter(distribute_tensor(torch.randn(8, 6), mesh, [Shard(0)])) for _ in range(8)]
+    optimizer = dmuown.Muon(params, batch_size=batch_size)
+    for index in stepping:
+        params[index].grad = distribute_tensor(torch.randn(8, 6), mesh, [Shard(0)])
+    optimizer.step()
+    return optimizer.exchange_count.matrices
+
+
+@pytest.mark.parametrize("batch_size", [None, 1, 2, 4])
+@pytest.mark.parametrize("stepping", [range(8), range(4), range(4, 8), (0, 2, 4, 6), (1, 7)], ids=str)
+def test_owners_have_equal_work_whatever_steps(
+    ranks2: RankPool, stepping: Sequence[int], batch_size: int | None
+) -> None:
+    """Gradual unfreezing leaves part of a bucket without gradients."""
+    assert ranks2.run(divided, list(stepping), batch_size) == [len(stepping) // 2] * 2

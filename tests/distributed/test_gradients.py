@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import dmuown
 from dmuown.errors import GradientError, PlanMismatchError
-from tests.distributed.harness import RankPool
+from tests.distributed.harness import RankPool, run_ranks
 from tests.distributed.sharding import (
     ALGORITHMS,
     Layout,
@@ -272,3 +273,32 @@ def late_group(rank: int, world_size: int) -> bool:
 
 def test_a_group_that_joins_late_equals_gradients_that_appear_late(ranks4: RankPool) -> None:
     assert ranks4.run(late_group) == [True] * 4
+
+
+def overlapping(rank: int, world_size: int, fault: bool) -> str:
+    """Rank 0 shares one parameter with rank 1 and another one with rank 2."""
+    meshes = [DeviceMesh("cpu", torch.tensor([0, other])) for other in (1, 2)]
+    named = [
+        (f"with {other}", torch.nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])))
+        for other, mesh in zip((1, 2), meshes, strict=True)
+        if rank in (0, other)
+    ]
+    params = [param for _, param in named]
+    optimizer = dmuown.Muon(named, nonfinite="raise")
+    for param in params:
+        param.grad = torch.ones_like(param)
+    if fault and rank == 2:
+        params[0].grad.to_local()[0] = float("nan")  # type: ignore[union-attr]
+    try:
+        for _ in range(2):
+            optimizer.step()
+    except GradientError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_ranks_may_share_with_unlike_others(fault: bool) -> None:
+    """Invariant 5: what rank 2 knows reaches rank 1, which shares nothing with it, through rank 0."""
+    messages = run_ranks(3, overlapping, fault, timeout=60)
+    assert all(("NaN or an infinity" in message) is fault for message in messages), messages

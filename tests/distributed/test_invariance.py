@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import dmuown
-from dmuown.engine import optimizer as engine
+from dmuown.engine import planning
 from tests.distributed.harness import RankPool
 from tests.distributed.sharding import MATRIX_ALGORITHMS, Layout, Run, local, parameters
 from tests.distributed.test_layouts import GRID, LINE, on
@@ -25,7 +25,7 @@ def train(order: list[int], tasks: int = 3, **options: Any) -> list[Tensor]:
             members = [torch.nn.Parameter(run.layout.distribute(run.whole(0, 3 * index + i))) for i in range(3)]
             groups.append(run.group(algorithm, members, [f"{number}.{algorithm}.{i}" for i in range(3)]))
             params += [(run, 3 * index + i, param) for i, param in enumerate(members)]
-    before, engine.MAX_CONCURRENT_TASKS = engine.MAX_CONCURRENT_TASKS, tasks
+    before, planning.MAX_CONCURRENT_TASKS = planning.MAX_CONCURRENT_TASKS, tasks
     try:
         optimizer = dmuown.Muon([groups[index] for index in order], lr=0.05)
         for step in range(2):
@@ -33,7 +33,7 @@ def train(order: list[int], tasks: int = 3, **options: Any) -> list[Tensor]:
                 param.grad = run.layout.distribute(run.whole(step + 1, index))
             optimizer.step()
     finally:
-        engine.MAX_CONCURRENT_TASKS = before
+        planning.MAX_CONCURRENT_TASKS = before
     return [local(param).detach() for _, _, param in params]
 
 
@@ -94,7 +94,7 @@ def chunk_sizes(rank: int, world_size: int) -> list[list[int]]:
     gradients = {param: local(param) for param in parameters(optimizer)}
     plan = optimizer.plan
     return [
-        [len(chunk.selected) for _, chunks in plan.tasks(gradients, optimizer.param_groups, part) for chunk in chunks]
+        [len(chunk.selected) for chunks in plan.tasks(gradients, optimizer.param_groups, part) for chunk in chunks]
         for part in plan.parts
     ]
 

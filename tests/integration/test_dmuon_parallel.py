@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from dmuown.automodel.conversion import read_weights
-from dmuown.automodel.summary import RunSummary
-from tests.integration.tiny import MATRICES, dmuown, recipe, write_checkpoint, write_data, write_recipe
+from tests.integration.tiny import MATRICES, Run, finetune, write_assets
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
@@ -21,47 +18,20 @@ SEQUENCE_PARALLEL = (*TENSOR_PARALLEL, "--distributed.sequence_parallel", "true"
 REPLICAS = ("--distributed.dp_replicate_size", "2", "--step_scheduler.local_batch_size", "2")
 
 
-class Run(NamedTuple):
-    folder: Path
-    summary: RunSummary
-    log: list[dict[str, Any]]
-
-    def column(self, key: str) -> list[float]:
-        return [record[key] for record in self.log]
-
-
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("assets")
-    write_checkpoint(folder / "model")
-    write_data(folder / "train.jsonl", range(200))
-    write_data(folder / "validation.jsonl", range(200, 216))
-    return folder
-
-
-def finetune(
-    assets: Path, name: str, config: str, *arguments: str, processes: int = 4, peft: dict[str, Any] | None = None
-) -> Run:
-    folder = assets / name
-    content = recipe(assets, folder) | ({} if peft is None else {"peft": peft})
-    content["optimizer"]["_target_"] = f"dmuown.automodel.{config}"
-    content["dmuown"] = {"health": True}
-    file = write_recipe(assets / f"{name}.yaml", content)
-    done = dmuown("finetune", str(file), "--nproc-per-node", str(processes), *arguments, cwd=assets, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    log = [json.loads(line) for line in (folder / "training.jsonl").read_text().splitlines()]
-    return Run(folder, RunSummary.load(folder), log)
+    return write_assets(tmp_path_factory.mktemp("assets"))
 
 
 @pytest.fixture(scope="module")
 def sharded(assets: Path) -> Run:
     """FSDP2 and tensor parallelism of the host, without the runtime."""
-    return finetune(assets, "sharded", "MuownConfig", *TENSOR_PARALLEL)
+    return finetune(assets, "sharded", "MuownConfig", *TENSOR_PARALLEL, processes=4)
 
 
 @pytest.fixture(scope="module")
 def owned(assets: Path) -> Run:
-    return finetune(assets, "owned", "DMuonConfig", *TENSOR_PARALLEL)
+    return finetune(assets, "owned", "DMuonConfig", *TENSOR_PARALLEL, processes=4)
 
 
 def assert_alike(run: Run, other: Run, matrices: int = MATRICES, norm: float = 2e-3) -> None:
@@ -85,16 +55,16 @@ def test_tensor_parallel_owners_train_as_fsdp2_does(owned: Run, sharded: Run) ->
 def test_tensor_parallel_runs_resume_exactly(assets: Path, owned: Run) -> None:
     checkpoint = owned.folder / "epoch_0_step_2"
     restore = ("--checkpoint.restore_from", str(checkpoint))
-    resumed = finetune(assets, "resumed", "DMuonConfig", *TENSOR_PARALLEL, *restore)
+    resumed = finetune(assets, "resumed", "DMuonConfig", *TENSOR_PARALLEL, *restore, processes=4)
     assert resumed.column("loss") == owned.column("loss")[3:]
 
 
 def test_sequence_parallel_norms_have_owners_too(assets: Path, sharded: Run) -> None:
-    assert_alike(finetune(assets, "sequence", "DMuonConfig", *SEQUENCE_PARALLEL), sharded)
+    assert_alike(finetune(assets, "sequence", "DMuonConfig", *SEQUENCE_PARALLEL, processes=4), sharded)
 
 
 def test_replicas_are_owners(assets: Path, sharded: Run) -> None:
-    assert_alike(finetune(assets, "replicas", "DMuonConfig", *REPLICAS), sharded)
+    assert_alike(finetune(assets, "replicas", "DMuonConfig", *REPLICAS, processes=4), sharded)
 
 
 def test_adapters_have_tensor_parallel_owners(assets: Path) -> None:

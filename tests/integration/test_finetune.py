@@ -15,7 +15,7 @@ import torch
 from dmuown.automodel.request import read_request
 from dmuown.automodel.summary import RunSummary
 from dmuown.errors import CheckpointError
-from tests.integration.tiny import MATRICES, dmuown, recipe, write_checkpoint, write_data, write_recipe
+from tests.integration.tiny import MATRICES, dmuown, recipe, write_assets, write_recipe
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -60,11 +60,7 @@ def _flat(tree: object, prefix: str = "") -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("assets")
-    write_checkpoint(folder / "model")
-    write_data(folder / "train.jsonl", range(200))
-    write_data(folder / "validation.jsonl", range(200, 216))
-    return folder
+    return write_assets(tmp_path_factory.mktemp("assets"))
 
 
 def finetune(assets: Path, folder: Path, *arguments: str) -> Run:

@@ -10,9 +10,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import yaml
+
+if TYPE_CHECKING:
+    from dmuown.automodel.summary import RunSummary
 
 ROOT = Path(__file__).parents[2]
 
@@ -126,6 +129,52 @@ def write_recipe(file: Path, content: dict[str, Any]) -> Path:
     """Write a recipe as YAML."""
     file.write_text(yaml.safe_dump(content), encoding="utf-8")
     return file
+
+
+def write_assets(folder: Path) -> Path:
+    """Write the checkpoint as `model`, and data to train and to validate with."""
+    write_checkpoint(folder / "model")
+    write_data(folder / "train.jsonl", range(200))
+    write_data(folder / "validation.jsonl", range(200, 216))
+    return folder
+
+
+class Run(NamedTuple):
+    """A run that came to its end: where it wrote, its summary, and the host's log, one entry a step."""
+
+    folder: Path
+    summary: RunSummary
+    log: list[dict[str, Any]]
+
+    def column(self, key: str) -> list[float]:
+        """One value of every step."""
+        return [record[key] for record in self.log]
+
+
+def finetune(
+    assets: Path, name: str, config: str, *arguments: str, processes: int, peft: dict[str, Any] | None = None
+) -> Run:
+    """Fine-tune with a configuration of ours, health metrics logged, by `dmuown finetune`.
+
+    Args:
+        assets: What `write_assets` wrote.
+        name: Of the run, and of the folder below `assets` that it writes to.
+        config: Name in `dmuown.automodel`.
+        arguments: Further ones of the command.
+        processes: How many.
+        peft: Section of adapters.
+    """
+    from dmuown.automodel.summary import RunSummary
+
+    folder = assets / name
+    content = recipe(assets, folder) | ({} if peft is None else {"peft": peft})
+    content["optimizer"]["_target_"] = f"dmuown.automodel.{config}"
+    content["dmuown"] = {"health": True}
+    file = write_recipe(assets / f"{name}.yaml", content)
+    done = dmuown("finetune", str(file), "--nproc-per-node", str(processes), *arguments, cwd=assets, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    log = [json.loads(line) for line in (folder / "training.jsonl").read_text().splitlines()]
+    return Run(folder, RunSummary.load(folder), log)
 
 
 def dmuown(*arguments: str, timeout: float = 120, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -58,6 +58,8 @@ class GroupingRules:
         overrides: The first whose pattern matches a name scales its rate and decay.
         policy: Routes that stand in for roles: `muon` goes to `algorithm`, the others to `scalar_algorithm`.
         auto_split: Fused weights are cut into blocks by the model's config (`dmuown.policy.fused`).
+        per_head: They, and q, k and v weights of their own, are cut into heads.
+        qkv_heuristic: Matrices of three times as many rows as columns are cut into three.
     """
 
     algorithm: str
@@ -75,6 +77,8 @@ class GroupingRules:
     overrides: Sequence[Override]
     policy: ParamPolicy | None = None
     auto_split: bool = False
+    per_head: bool = False
+    qkv_heuristic: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ def build_param_groups(parts: Iterable[nn.Module], rules: GroupingRules) -> list
     built = []
     for part in parts:
         groups = group_parameters(describe_parameters(part), rules, owner=type(part).__name__, used=used)
-        built.append(split_param_groups(groups, part) if rules.auto_split else groups)
+        built.append(split_param_groups(groups, part, per_head=rules.per_head) if rules.auto_split else groups)
     for key, patterns, seen in (
         ("adamw_param_patterns", rules.adamw_patterns, used.adamw),
         ("param_group_overrides", [entry.pattern for entry in rules.overrides], used.overrides),
@@ -144,7 +148,7 @@ def count_matrices(groups: Iterable[dict[str, Any]]) -> int:
             stacked = 1
             for size in () if group.get("flatten") else parameter.shape[:-2]:
                 stacked *= size
-            total += stacked * block_count(group)
+            total += stacked * block_count(group, parameter.shape)
     return total
 
 
@@ -243,7 +247,8 @@ def _group(
         "wd_mult": settings.decay_factor / base.decay_factor if base.decay_factor else settings.decay_factor,
     }
     if settings.matrix:
-        return group | {"matrix_transposed": settings.transposed, "flatten": settings.flatten}
+        group |= {"matrix_transposed": settings.transposed, "flatten": settings.flatten}
+        return group | ({"qkv_heuristic": True} if rules.qkv_heuristic else {})
     return group | {
         "beta1": rules.scalar_betas[0],
         "beta2": rules.scalar_betas[1],

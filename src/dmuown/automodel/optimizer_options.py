@@ -37,6 +37,8 @@ _GROUPING_FIELDS = frozenset(
         "param_policy",
         "flatten",
         "auto_split",
+        "per_head",
+        "qkv_heuristic",
     }
 )
 
@@ -67,6 +69,9 @@ class MatrixOptions:
         flatten: Orthogonalize dense convolutions, input and kernel axes flattened. Convolutions in
             groups stay with `scalar_opt`.
         auto_split: Cut fused weights (q/k/v, gate/up) into their blocks, by the model's config.
+        per_head: With `auto_split`: cut attention's weights, fused or not, into heads instead.
+        qkv_heuristic: Cut matrices of three times as many rows as columns into three, as Muown's authors guess; what
+            `auto_split` cuts stays as it does.
         scalar_opt: "adamw" or "lion".
         scalar_betas, scalar_eps: Coefficients and epsilon of `scalar_opt`.
         scalar_lr: Rate of `scalar_opt`; None is `lr`.
@@ -105,6 +110,8 @@ class MatrixOptions:
     use_triton: bool = False
     flatten: bool = False
     auto_split: bool = False
+    per_head: bool = False
+    qkv_heuristic: bool = False
     scalar_opt: str = "adamw"
     scalar_betas: tuple[float, float] = (0.9, 0.999)
     scalar_eps: float = 1e-8
@@ -141,9 +148,10 @@ class MatrixOptions:
         self.mu = options.coefficient("mu", self.mu)
         self.betas = options.coefficients("betas", self.betas)
         self.epsilon = options.positive("epsilon", self.epsilon)
-        self.nesterov = options.switch("nesterov", self.nesterov)
-        self.flatten = options.switch("flatten", self.flatten)
-        self.auto_split = options.switch("auto_split", self.auto_split)
+        for key in ("nesterov", "flatten", "auto_split", "per_head", "qkv_heuristic"):
+            setattr(self, key, options.switch(key, getattr(self, key)))
+        if self.per_head and not self.auto_split:
+            raise OptionError("per_head", "needs auto_split, which finds the heads", "Set auto_split: true as well")
         self.scalar_opt = options.choice("scalar_opt", self.scalar_opt, ("adamw", "lion"))
         self.scalar_betas = options.coefficients("scalar_betas", self.scalar_betas)
         self.scalar_eps = options.positive("scalar_eps", self.scalar_eps)
@@ -191,6 +199,8 @@ class MatrixOptions:
             overrides=self.param_group_overrides,
             policy=self.param_policy,
             auto_split=self.auto_split,
+            per_head=self.per_head,
+            qkv_heuristic=self.qkv_heuristic,
         )
 
     def optimizer_options(self) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def summarize_exchange(optimizer: MuonEngine) -> ExchangeSummary:
                 owners,
                 at,
                 coordinate,
-                plan.splits(bucket, range(len(bucket.params))),
+                plan.splits(bucket, group, range(len(bucket.params))),
                 reductions,
             )
         return known[key]
@@ -172,7 +172,7 @@ def _summary(bucket: Bucket, rank: int, traffic: Traffic | None, plan: Any) -> B
         shape=layout.shape,
         placements=", ".join(map(str, layout.placements)),
         mesh=() if layout.mesh is None else tuple(layout.mesh.shape),
-        owners=tuple(team[place.replica][place.owner] for place in bucket.places),
+        owners=tuple(team[place.replica][place.owner] for place in bucket.places(0, len(bucket.params))),
         traffic=traffic,
     )
 

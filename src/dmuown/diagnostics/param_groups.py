@@ -264,7 +264,7 @@ def _row(
         algorithm=str(group.get("algorithm", "")),
         group=index,
         shape=tuple(param.shape),
-        blocks=blocks_text(group, split),
+        blocks=blocks_text(group, param.shape, split),
         owner="shards" if sharded else record.owner_global if record is not None else None,
         owned=record is None or record.owned,
         param_dtype=_short(param_dtype),

@@ -4,8 +4,9 @@ A graph freezes addresses and numbers. Live are the learning rates, weight decay
 step counts; any other change of a group records the graph anew. Gradients are read where they were at capture:
 one that backward put elsewhere is copied there.
 
-Of sharded parameters the graph holds the collectives too. Ranks tell each other before every step, through the
-host, whether all gradients are there and whether to record anew, so that none waits in a replay for another.
+Of sharded parameters the graph holds the collectives too; where they go through several process groups, tasks are
+recorded one after another, since a graph keeps no order among branches. Ranks tell each other before every step,
+through the host, whether all gradients are there and whether to record anew: none waits in a replay for another.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -20,11 +22,12 @@ from torch import Tensor
 
 from dmuown.algorithms import MuonAlgorithm, get_algorithm
 from dmuown.engine.capturable import check_capturable
+from dmuown.engine.exchange import ExchangeCount
 from dmuown.engine.gradients import RESTART, agree_on_gradients
 from dmuown.engine.layout import local_tensor
 from dmuown.engine.optimizer import MuonEngine
 from dmuown.engine.streams import SideStreams
-from dmuown.errors import LayoutError, OptionError, OptionTypeError
+from dmuown.errors import LayoutError, OptionError, OptionTypeError, PlanMismatchError
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +48,10 @@ class CapturedStep:
     are built on the optimizer as usual. Gradients: zero them with this object's `zero_grad`, which keeps their
     memory, so that backward accumulates into what the graph reads.
 
+    Args:
+        optimizer: One that `capture` takes.
+        streams: As for `capture`.
+
     Attributes:
         optimizer: The optimizer; its groups and state remain the place to look at and to save.
     """
@@ -57,6 +64,7 @@ class CapturedStep:
         self._frozen: list[dict[str, Any]] | None = None
         self._live: list[dict[str, tuple[Tensor, float]]] = []
         self._gradients: dict[Tensor, Tensor] = {}
+        self._exchanged = ExchangeCount()
         self._moved_before = False
 
     @property
@@ -76,6 +84,7 @@ class CapturedStep:
 
         Raises:
             GradientError: A parameter has no gradient; on every rank that shares parameters with one that raises.
+            PlanMismatchError: Another rank could not record its step, and says why. All start over in the next.
         """
         loss = None
         if closure is not None:
@@ -83,14 +92,16 @@ class CapturedStep:
                 loss = closure()
         if self._must_start_over():
             self._start_over()
-        if self._warm < WARMUP_STEPS:
+        if not self.optimizer.records:
+            MuonEngine.step(self.optimizer)  # an owner of nothing counts steps
+        elif self._warm < WARMUP_STEPS:
             self._warm += 1
             self._update_live()
             with _swapped(self.param_groups, self._live):
                 MuonEngine.step(self.optimizer)
         else:
             if self._graph is None:
-                self._record()
+                self._record_on_all_ranks()
             self._replay()
         self.optimizer.__dict__["_opt_called"] = True  # what torch's schedulers look at
         return loss
@@ -121,10 +132,14 @@ class CapturedStep:
 
     def _must_start_over(self) -> bool:
         """Whether groups differ from those recorded, on any rank that shares parameters; all gradients are there."""
-        changed = self._frozen != _frozen_options(self.optimizer)
-        told = RESTART if changed else 0
-        records, audiences = self.optimizer.records, self.optimizer.plan.audiences
-        _, gravest = agree_on_gradients(records, audiences, "propagate", needed=True, told=told)
+        return self._told_by_any(self._frozen != _frozen_options(self.optimizer))
+
+    def _told_by_any(self, here: bool) -> bool:
+        """Whether any rank that shares parameters starts over; all of them see that every gradient is there."""
+        told, plan = RESTART if here else 0, self.optimizer.plan
+        _, gravest = agree_on_gradients(
+            self.optimizer.records, plan.audiences, "propagate", needed=True, told=told, told_back=plan.told_back
+        )
         return max(told, gravest) == RESTART
 
     def _start_over(self) -> None:
@@ -135,17 +150,34 @@ class CapturedStep:
         self._live = _live_options(self.optimizer)
 
     def _remember_gradients(self) -> None:
+        # Shards that a collective is still filling are waited for here: a graph cannot wait for what is outside of it.
         self._gradients = {
-            record.param: record.param.grad for record in self.optimizer.records if record.param.grad is not None
+            record.param: local_tensor(record.param.grad)
+            for record in self.optimizer.records
+            if record.param.grad is not None
         }
+
+    def _record_on_all_ranks(self) -> None:
+        """Record, and replay nowhere before all have: a replay would wait for a rank that could not."""
+        failure: BaseException | None = None
+        try:
+            self._record()
+        except BaseException as error:
+            failure = error
+        if self._told_by_any(failure is not None):
+            self.release()
+            raise failure or PlanMismatchError(
+                "capture", "another rank could not record its step", "See the error there, or step the optimizer itself"
+            )
 
     def _record(self) -> None:
         self._remember_gradients()
-        counted = [group["step"] for group in self.param_groups]
+        counted, exchanged = [group["step"] for group in self.param_groups], copy(self.optimizer.exchange_count)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        if self._streams > 1:
+        if self._streams > 1 and self.optimizer.plan.communicators < 2:
             self.optimizer._streams = SideStreams(self._streams, torch.device("cuda", torch.cuda.current_device()))
+        self.optimizer._agreed = True
         try:
             # Of this thread alone: NCCL's own threads ask the driver about earlier collectives meanwhile.
             with (
@@ -154,15 +186,18 @@ class CapturedStep:
             ):
                 MuonEngine.step(self.optimizer)
         finally:
-            self.optimizer._streams = None
+            self.optimizer._streams, self.optimizer._agreed = None, False
             for group, count in zip(self.param_groups, counted, strict=True):
                 group["step"] = count
+        self._exchanged = self.optimizer.exchange_count.since(exchanged)
+        self.optimizer.exchange_count.add(self._exchanged, times=-1)  # recorded, not done
         self._graph = graph
 
     def _replay(self) -> None:
         assert self._graph is not None
         self._follow_gradients()
         self.optimizer._advance_host_step_counters()
+        self.optimizer.exchange_count.add(self._exchanged)
         self._update_live()
         self._graph.replay()
 
@@ -170,11 +205,10 @@ class CapturedStep:
         """Copy gradients that are not where they were at capture to there; this rank's shards alone."""
         moved: list[tuple[Tensor, Tensor]] = []
         for param, static in self._gradients.items():
-            if param.grad is not None and param.grad is not static:
-                # A DTensor has no address of its own.
-                there, here = local_tensor(static), local_tensor(param.grad)
-                if here.data_ptr() != there.data_ptr():
-                    moved.append((there, here))
+            if param.grad is not None:
+                here = local_tensor(param.grad)  # a DTensor has no address of its own
+                if here.data_ptr() != static.data_ptr():
+                    moved.append((static, here))
         if not moved:
             return
         if not self._moved_before:
@@ -232,7 +266,8 @@ def capture(optimizer: torch.optim.Optimizer, *, streams: int = STREAMS) -> Capt
             "nonfinite", f"must be 'propagate' under capture, got {optimizer._nonfinite!r}: others wait for the card"
         )
     devices = {local_tensor(record.param).device for record in optimizer.records}
-    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+    # A rank that owns no parameter has no device, and nothing to record.
+    if len(devices) > 1 or any(device.type != "cuda" for device in devices):
         raise LayoutError("capture", f"needs all parameters on one CUDA device, got {sorted(map(str, devices))}")
     for index, group in enumerate(optimizer.param_groups):
         _check_group(group, f"param group {index}")

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from dmuown.algorithms.fused import stack_of
 from dmuown.engine.joint import Asking, Whole
-from dmuown.engine.layout import local_tensor
 from dmuown.engine.owners import Place
 from dmuown.engine.plan import Bucket
 
@@ -44,6 +43,18 @@ class ExchangeCount:
     matrices: int = 0
     observe: Callable[[Bucket, Tensor], None] | None = field(default=None, repr=False, compare=False)
 
+    def since(self, before: ExchangeCount) -> ExchangeCount:
+        """What was counted after `before` was copied from this."""
+        return ExchangeCount(*(getattr(self, name) - getattr(before, name) for name in _COUNTED))
+
+    def add(self, other: ExchangeCount, times: int = 1) -> None:
+        """Count so many times what another one counted."""
+        for name in _COUNTED:
+            setattr(self, name, getattr(self, name) + times * getattr(other, name))
+
+
+_COUNTED = ("all_to_alls", "all_gathers", "bytes_sent", "matrices")
+
 
 def wire_dtype(compute: torch.dtype) -> torch.dtype:
     """Dtype in which matrices travel to their owner: bf16 for 16-bit compute, else the compute dtype.
@@ -56,19 +67,20 @@ def wire_dtype(compute: torch.dtype) -> torch.dtype:
 
 def orthogonalize(
     bucket: Bucket,
-    selected: Sequence[int],
     momentum: Sequence[Tensor],
     count: ExchangeCount,
     *,
+    first: int = 0,
     disposable: bool = False,
 ) -> Asking[list[Tensor]]:
     """Orthogonalize the momentum of some parameters of a bucket.
 
     Args:
         bucket: The bucket.
-        selected: Indices of the parameters that step now; the same on every rank.
-        momentum: Their momentum, `[batch, m_local, n_local]` each; not changed.
+        momentum: That of the parameters that step now, the same ones on every rank, `[batch, m_local, n_local]` each;
+            changed only if `disposable`.
         count: Counters to add to.
+        first: How many parameters of the bucket step before these.
         disposable: The momentum given here may be overwritten: nothing else reads its memory.
 
     Returns:
@@ -82,7 +94,7 @@ def orthogonalize(
     if not bucket.exchanges:
         whole = yield from _orthogonalize_whole(bucket, *_stack(units, dtype, disposable))
         return _by_parameter(whole, momentum) if units else [_nothing(bucket, matrix) for matrix in momentum]
-    places = [bucket.places[index * per_param + b] for index in selected for b in range(per_param)]
+    places = bucket.places(first, len(momentum))
     mine = [unit for unit, place in enumerate(places) if place.replica == bucket.replica_rank]
     if bucket.shard_group is None:
         own = yield from _orthogonalize_whole(bucket, *_stack([units[unit] for unit in mine], dtype, disposable))
@@ -152,7 +164,7 @@ def _through_owners(
     for unit in mine:
         by_owner[places[unit].owner].append(unit)
     owned = len(by_owner[bucket.shard_rank])
-    device, compute = local_tensor(bucket.params[0]).device, bucket.orthogonalizer.dtype
+    device, compute = bucket.device, bucket.orthogonalizer.dtype
 
     outward_sizes = [len(sent) * here.numel for sent in by_owner]
     inward_sizes = [owned * member.numel for member in bucket.members]

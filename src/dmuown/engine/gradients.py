@@ -39,6 +39,9 @@ def collect_gradients(
     audiences: Mapping[tuple[int, ...], Sequence[int]],
     nonfinite: NonFinite,
     maximize: Sequence[bool],
+    told_back: Sequence[tuple[int, ...]] = (),
+    *,
+    agreed: bool = False,
 ) -> list[Tensor | None]:
     """Return each parameter's local gradient, or None where it does not step.
 
@@ -51,6 +54,8 @@ def collect_gradients(
         audiences: Their indices by the ranks that hold parts of them (`groups.audiences`).
         nonfinite: What to do about gradients that are not finite.
         maximize: Per parameter, whether to ascend.
+        told_back: Audiences that are told again what others had to tell (`Plan.told_back`).
+        agreed: Ranks have just agreed that all gradients are there: nothing is sent.
 
     Returns:
         Plain local tensors of the shapes of the local parameters; never the caller's to write.
@@ -59,7 +64,7 @@ def collect_gradients(
         GradientError: A gradient that cannot be used, or, while a CUDA graph records, one that is missing; on
             every rank that shares a parameter with a rank that must raise.
     """
-    reports, _ = agree_on_gradients(records, audiences, nonfinite, needed=is_recording())
+    reports, _ = agree_on_gradients(records, audiences, nonfinite, needed=is_recording(), told_back=told_back)
     gradients: list[Tensor | None] = [None] * len(records)
     for audience, indices in audiences.items():
         report = reports[audience]
@@ -76,6 +81,7 @@ def agree_on_gradients(
     *,
     needed: bool,
     told: int = 0,
+    told_back: Sequence[tuple[int, ...]] = (),
 ) -> tuple[dict[tuple[int, ...], GradientReport], int]:
     """Tell all ranks that share parameters which gradients are there, and whether they can be used.
 
@@ -85,6 +91,7 @@ def agree_on_gradients(
         nonfinite: As for `collect_gradients`.
         needed: Whether every parameter must have a gradient, on every rank.
         told: `RESTART` where this rank is about to record its step anew.
+        told_back: As for `collect_gradients`.
 
     Returns:
         The reports by audience, and the gravest that any rank told.
@@ -106,23 +113,12 @@ def agree_on_gradients(
             if code and not (code == _NONFINITE and nonfinite == "skip"):
                 worst = worst or (records[index].name, code)
         fault = max(report.fault, worst[1] if worst else 0)
-    fault = _tell_earlier(list(audiences), fault)
+    for audience in told_back:
+        fault = agree(GradientReport([], [], [], fault), control_group(audience)).fault
     if fault > RESTART:
         name = worst[0] if worst else "a parameter that this rank has no part of"
         raise GradientError(name, *_FAULTS[worst[1] if worst else fault])
     return reports, fault
-
-
-def _tell_earlier(audiences: Sequence[tuple[int, ...]], fault: int) -> int:
-    """Bring the worst fault to audiences that had agreed before it was known.
-
-    Each message carried what was known of earlier ones, so that all ranks of the last audience know
-    it all; most often that is all ranks, and nothing is sent here.
-    """
-    for audience in reversed(audiences[:-1]):
-        if audience and not set(audience) <= set(audiences[-1]):
-            fault = agree(GradientReport([], [], [], fault), control_group(audience)).fault
-    return fault
 
 
 def _fault(record: ParamRecord, *, needed: bool) -> int:

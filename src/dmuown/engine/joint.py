@@ -7,7 +7,7 @@ each matrix gets what it would get alone, to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -60,23 +60,9 @@ Asking = Generator[Whole | None, None, T]
 
 @dataclass(frozen=True)
 class Joint:
-    """Buckets that are updated together.
-
-    Attributes:
-        buckets: One or several.
-        rows: Rows of their common shape, the shorter side; what is smaller is padded.
-        columns: Columns of it.
-    """
+    """Buckets that are updated together: one or several."""
 
     buckets: tuple[Bucket, ...]
-    rows: int
-    columns: int
-
-    @classmethod
-    def of(cls, buckets: Sequence[Bucket]) -> Joint:
-        """Those buckets, with the smallest shape that holds all of them."""
-        sides = [_wide(bucket) for bucket in buckets]
-        return cls(tuple(buckets), max(rows for rows, _ in sides), max(columns for _, columns in sides))
 
 
 def _wide(bucket: Bucket) -> tuple[int, int]:
@@ -84,12 +70,12 @@ def _wide(bucket: Bucket) -> tuple[int, int]:
     return shorter, longer
 
 
-def join(buckets: Sequence[Bucket], alone: Iterable[bool]) -> list[Joint]:
-    """Join small buckets of one audience. Pure; the same on every rank.
+def join(buckets: Sequence[Bucket], kinds: Sequence[str | None]) -> list[Joint]:
+    """Join small buckets of one audience that ask at the same time. Pure; the same on every rank.
 
     Args:
         buckets: In the order of their updates.
-        alone: For each, whether its options forbid joining it.
+        kinds: For each, its algorithm, or None where its options forbid joining it.
 
     Returns:
         All buckets once, in the order of the first of each joint.
@@ -97,16 +83,17 @@ def join(buckets: Sequence[Bucket], alone: Iterable[bool]) -> list[Joint]:
     order = {id(bucket): position for position, bucket in enumerate(buckets)}
     joints: list[list[Bucket]] = []
     waiting: dict[Any, list[Bucket]] = {}
-    for bucket, forbidden in zip(buckets, alone, strict=True):
-        device = bucket.device.type
-        small = _flops(bucket, *_wide(bucket)) < _SMALL_FLOPS.get(device, 0.0) and not bucket.is_empty
-        if forbidden or not small or bucket.blocks or bucket.orthogonalizer.function is not None:
+    for bucket, kind in zip(buckets, kinds, strict=True):
+        small = _flops(bucket, *_wide(bucket)) < _SMALL_FLOPS.get(bucket.device.type, 0.0) and not bucket.is_empty
+        if kind is None or not small or bucket.blocks or bucket.orthogonalizer.function is not None:
             joints.append([bucket])
         else:
-            waiting.setdefault((bucket.device, bucket.orthogonalizer), []).append(bucket)
+            # Reductions of an algorithm over a cut axis, and an all-to-all, come before a task asks.
+            moment = kind, bucket.input_group is None, bucket.shard_group is None
+            waiting.setdefault((bucket.device, bucket.orthogonalizer, moment), []).append(bucket)
     for fitting in waiting.values():
         joints += _group(sorted(fitting, key=_wide))
-    found = [Joint.of(sorted(joint, key=lambda bucket: order[id(bucket)])) for joint in joints]
+    found = [Joint(tuple(sorted(joint, key=lambda bucket: order[id(bucket)]))) for joint in joints]
     return sorted(found, key=lambda joint: order[id(joint.buckets[0])])
 
 
@@ -129,26 +116,26 @@ def _group(buckets: Sequence[Bucket]) -> list[list[Bucket]]:
 
 
 def _worthwhile(buckets: Sequence[Bucket]) -> bool:
-    joint, device = Joint.of(buckets), buckets[0].device.type
+    sides, device = [_wide(bucket) for bucket in buckets], buckets[0].device.type
+    rows, columns = max(rows for rows, _ in sides), max(columns for _, columns in sides)
     own = sum(_flops(bucket, *_wide(bucket)) for bucket in buckets)
-    padded = sum(_flops(bucket, joint.rows, joint.columns) for bucket in buckets)
+    padded = sum(_flops(bucket, rows, columns) for bucket in buckets)
     return padded <= _MOST_PADDING[device] * own and padded <= len(buckets) * _SMALL_FLOPS[device]
 
 
-def run(joint: Joint, works: Sequence[Asking[None]], count: ExchangeCount) -> Generator[None, None, None]:
+def run(works: Sequence[Asking[None]], count: ExchangeCount) -> Generator[None, None, None]:
     """Run tasks side by side, and do together what they ask for at the same time.
 
     Args:
-        joint: Their buckets.
-        works: One a bucket or part of one. On every rank they yield and ask equally often, so that their
-            collectives come in the same order.
+        works: Of one joint. On every rank they yield and ask equally often, so that their collectives come in the
+            same order.
         count: Counters to add to.
     """
     live = list(works)
     while live:
         stopped = [(work, asked) for work in live for asked in _advance(work)]
         live = [work for work, _ in stopped]
-        _answer(joint, [asked for _, asked in stopped if asked is not None], count)
+        _answer([asked for _, asked in stopped if asked is not None], count)
         if any(asked is None for _, asked in stopped):
             yield
 
@@ -161,37 +148,43 @@ def _advance(work: Asking[None]) -> list[Whole | None]:
         return []
 
 
-def _answer(joint: Joint, asked: Sequence[Whole], count: ExchangeCount) -> None:
-    results = _padded(joint, asked) if len(joint.buckets) > 1 else [_alone(one) for one in asked]
-    for one, result in zip(asked, results, strict=True):
-        if one.matrices is not None:
-            count.matrices += len(one.matrices) * one.bucket.matrices_per_unit
-            if count.observe is not None:
-                count.observe(one.bucket, result)
+def _answer(asked: Sequence[Whole], count: ExchangeCount) -> None:
+    given = [one for one in asked if one.matrices is not None]
+    results = _padded(given) if len(given) > 1 else [_alone(one) for one in given]
+    for one in asked:
+        if one.matrices is None:
+            one.result = torch.empty(0)
+    for one, result in zip(given, results, strict=True):
+        assert one.matrices is not None
+        count.matrices += len(one.matrices) * one.bucket.matrices_per_unit
+        if count.observe is not None:
+            count.observe(one.bucket, result)
         one.matrices, one.result = None, result
 
 
 def _alone(asked: Whole) -> Tensor:
-    if asked.matrices is None:
-        return torch.empty(0)
     bucket = asked.bucket
+    assert asked.matrices is not None
     result = orthogonalize_blocks(asked.matrices, bucket.blocks, bucket.orthogonalizer, overwrite=asked.overwrite)
     # A custom function may return another dtype; updates travel in the orthogonalizer's, whatever the layout.
     return result.to(bucket.orthogonalizer.dtype)
 
 
-def _padded(joint: Joint, asked: Sequence[Whole]) -> list[Tensor]:
+def _padded(asked: Sequence[Whole]) -> list[Tensor]:
     """The same for matrices of unlike shapes: views of one result."""
     given = [one.matrices for one in asked if one.matrices is not None]
-    if not given:
-        return [torch.empty(0) for _ in asked]
-    size = sum(len(matrices) for matrices in given), joint.rows, joint.columns
+    sides = [sorted(matrices.shape[1:]) for matrices in given]
+    size = (
+        sum(len(matrices) for matrices in given),
+        max(rows for rows, _ in sides),
+        max(columns for _, columns in sides),
+    )
     batch = torch.zeros(size, dtype=given[0].dtype, device=given[0].device)
-    places = batch.split([len(matrices) for matrices in given])
-    for place, matrices in zip(places, given, strict=True):
+    counts = [len(matrices) for matrices in given]
+    for place, matrices in zip(batch.split(counts), given, strict=True):
         _shaped(place, matrices).copy_(matrices)
-    done = iter(joint.buckets[0].orthogonalizer(batch, overwrite=True).split([len(matrices) for matrices in given]))
-    return [torch.empty(0) if one.matrices is None else _shaped(next(done), one.matrices) for one in asked]
+    done = asked[0].bucket.orthogonalizer(batch, overwrite=True).split(counts)
+    return [_shaped(place, matrices) for place, matrices in zip(done, given, strict=True)]
 
 
 def _shaped(place: Tensor, like: Tensor) -> Tensor:

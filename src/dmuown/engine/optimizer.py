@@ -46,9 +46,6 @@ from dmuown.ownership.away import AwayParameter
 from dmuown.ownership.record import dedications
 from dmuown.state.working import WorkingSet, compute_device, finish_copies
 
-#: Tasks in flight at once, as in Dion: one computes while others communicate.
-MAX_CONCURRENT_TASKS = 3
-
 
 class MuonEngine(_MuonBase):
     """Base of `Muon`, `Muown` and the others; third parties register algorithms instead of deriving.
@@ -106,6 +103,7 @@ class MuonEngine(_MuonBase):
         self._plan: Plan | None = None
         self._held_lrs: dict[int, Tensor] = {}
         self._streams: SideStreams | None = None
+        self._agreed = False
         self._complete = False
         self._rows_unverified = True
         self.exchange_count = ExchangeCount()
@@ -267,7 +265,9 @@ class MuonEngine(_MuonBase):
         plan = self._plan_now()
         self._verify_rows(plan)
         maximize = [self.param_groups[record.group_index]["maximize"] for record in self._records]
-        gradients = collect_gradients(self._records, plan.audiences, self._nonfinite, maximize)
+        gradients = collect_gradients(
+            self._records, plan.audiences, self._nonfinite, maximize, plan.told_back, agreed=self._agreed
+        )
         self._gradients = {
             record.param: grad for record, grad in zip(self._records, gradients, strict=True) if grad is not None
         }
@@ -277,7 +277,7 @@ class MuonEngine(_MuonBase):
             for self._part in plan.parts:
                 with self._streams or nullcontext():
                     tasks = self._create_tasks(last=self._part is plan.parts[-1])
-                    AsyncRuntime(tasks, max_concurrent_tasks=MAX_CONCURRENT_TASKS).run()
+                    AsyncRuntime(tasks, max_concurrent_tasks=plan.tasks_in_flight).run()
             finish_copies()
         finally:
             self._gradients, self._part = {}, []
@@ -291,8 +291,8 @@ class MuonEngine(_MuonBase):
 
     def _create_ortho_tasks(self, param_groups: list[dict[str, Any]]) -> Generator[AsyncTask, None, None]:
         """Tasks of the matrix groups (hook of Dion's main): buckets by falling cost."""
-        for part, chunks in self._plan_now().tasks(self._gradients, param_groups, self._part):
-            yield self._task(joint.run(part, [self._update_matrices(chunk) for chunk in chunks], self.exchange_count))
+        for chunks in self._plan_now().tasks(self._gradients, param_groups, self._part):
+            yield self._task(joint.run([self._update_matrices(chunk) for chunk in chunks], self.exchange_count))
 
     def _create_muon_tasks(
         self, param_groups: list[dict[str, Any]], algo_name: str = "muon"
@@ -338,7 +338,7 @@ class MuonEngine(_MuonBase):
             batch.check_returned(algorithm.name, "update_momentum", momentum)
             del gradient
         update = yield from orthogonalize(
-            chunk.bucket, chunk.selected, momentum, self.exchange_count, disposable=disposable
+            chunk.bucket, momentum, self.exchange_count, first=chunk.first, disposable=disposable
         )
         del momentum
         if not (yield from fused.after(algorithm, batch, update)):
@@ -491,7 +491,7 @@ class MuonEngine(_MuonBase):
         super().__setstate__(state)
         self._complete = True
         self._gradients, self._part = {}, []
-        self._held_lrs, self._streams = {}, None
+        self._held_lrs, self._streams, self._agreed = {}, None, False
         # The plan waits until it is needed: making it is collective.
         self._plan = None
         self._rebuild_records()

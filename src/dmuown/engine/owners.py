@@ -123,21 +123,7 @@ def _balance(shared: Sequence[tuple[Bucket, int]], replicas: int, ranks: int) ->
             loads[replica][owner] += bucket.flops_per_unit
             totals[replica] += bucket.flops_per_unit
             places[-1].append(Place(replica, owner))
-        run = _units_at_once(bucket, count)
-        places[-1] = [place for start in range(0, count, run) for place in _in_order(places[-1][start : start + run])]
     return places
-
-
-def _units_at_once(bucket: Bucket, count: int) -> int:
-    """Units that one task updates, of `count` that a rank holds."""
-    if bucket.limit is None:
-        return max(1, count)
-    return max(1, bucket.params_at_once * count // len(bucket.params))
-
-
-def _in_order(places: Sequence[Place]) -> list[Place]:
-    """Equal units may change places: one owner's units side by side need no packing before they are sent."""
-    return sorted(places, key=lambda place: (place.replica, place.owner))
 
 
 def _padding(buckets: Sequence[Bucket], places: Sequence[Sequence[Place]], replicas: int) -> float:

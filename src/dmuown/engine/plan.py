@@ -40,7 +40,7 @@ class Bucket:
         replicas: Number, as in the team, of the replica of every rank of `replica_group`, in its order.
         owners: Who orthogonalizes each unit.
         block_of_row: Per local row, its block; None for one block.
-        limit: Matrices updated at once (the group's `batch_size`); None for all.
+        compute_device: Where they are updated, if that is not where they are.
     """
 
     group_index: int
@@ -57,12 +57,12 @@ class Bucket:
     replicas: list[int] = field(default_factory=lambda: [0])
     owners: Owners = field(default_factory=Owners)
     block_of_row: Tensor | None = None
-    limit: int | None = None
+    compute_device: torch.device | None = None
 
     @property
     def device(self) -> torch.device:
-        """Where its parameters are."""
-        return local_tensor(self.params[0]).device
+        """Where its parameters are updated."""
+        return self.compute_device or local_tensor(self.params[0]).device
 
     @property
     def units_per_param(self) -> int:
@@ -76,19 +76,17 @@ class Bucket:
         return max(1, self.layout.batch_at(first))
 
     @property
-    def params_at_once(self) -> int:
-        """Parameters that one task updates; alike on all ranks."""
-        return len(self.params) if self.limit is None else max(1, self.limit // self.most_units_per_param)
-
-    @property
     def matrices_per_unit(self) -> int:
         """Matrices of a unit that are orthogonalized on their own: the blocks of a fused weight, or 1."""
         return max(1, len(self.blocks))
 
-    @property
-    def places(self) -> tuple[Place, ...]:
-        """Per unit (parameter-major), who orthogonalizes it."""
-        return self.owners.places
+    def places(self, first: int, count: int) -> list[Place]:
+        """Who orthogonalizes each unit (parameter-major) of the `count` parameters that step after the `first` ones.
+
+        Units cost the same, so that any of them may take a place: one owner's lie side by side, and need no packing.
+        """
+        dealt = self.owners.places[first * self.units_per_param : (first + count) * self.units_per_param]
+        return sorted(dealt, key=lambda place: (place.replica, place.owner))
 
     @property
     def replica_count(self) -> int:
@@ -142,7 +140,7 @@ def make_bucket(
     layout: MatrixLayout,
     blocks: Blocks,
     orthogonalizer: Orthogonalizer,
-    limit: int | None = None,
+    compute_device: torch.device | None = None,
 ) -> Bucket:
     """Build one bucket, without owners: find its groups of ranks and every member's shards.
 
@@ -150,7 +148,7 @@ def make_bucket(
     """
     shard_group = input_group = output_group = None
     members = [layout.own]
-    device = local_tensor(params[0]).device
+    device = compute_device or local_tensor(params[0]).device
     if layout.mesh is not None:
         shard_group = mesh_group(layout.mesh, layout.matrix_dims)
         input_group = mesh_group(layout.mesh, layout.col_dims)
@@ -176,7 +174,7 @@ def make_bucket(
         input_group,
         output_group,
         members,
-        limit=limit,
+        compute_device=compute_device,
     )
     if len(blocks) > 1:
         of_row = torch.empty(layout.m, dtype=torch.int64)
@@ -200,4 +198,4 @@ def join_team(bucket: Bucket, owners: Owners) -> None:
         bucket.replica_group = mesh_group(mesh, dims)
     assert bucket.replica_group is not None
     bucket.replicas = [number[rank] for rank in dist.get_process_group_ranks(bucket.replica_group)]
-    warm_up(bucket.replica_group, local_tensor(bucket.params[0]).device, "all_gather")
+    warm_up(bucket.replica_group, bucket.device, "all_gather")

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuown.algorithms import Algorithm, DeclaredState, ElementwiseAlgorithm, MatrixBatch, MuonAlgorithm
-from dmuown.engine.agreement import first_difference
+from dmuown.engine.agreement import GradientReport, agree, first_difference
+from dmuown.engine.capturable import is_recording
 from dmuown.engine.groups import audience_of, audiences, control_group, mesh_group
 from dmuown.engine.joint import Joint, join
 from dmuown.engine.layout import local_tensor
@@ -24,6 +25,9 @@ from dmuown.orthogonalize import resolve_orthogonalizer
 from dmuown.state.lowbit import is_low_bit
 from dmuown.state.spec import MASTER_WEIGHT, OPTIM_DTYPES
 from dmuown.state.working import WorkingSet, compute_device
+
+#: Tasks in flight at once, as in Dion: one computes while others communicate.
+MAX_CONCURRENT_TASKS = 3
 
 #: Matrices at once where state comes from the host and the group sets no `batch_size`.
 OFFLOAD_BATCH_SIZE = 16
@@ -40,12 +44,14 @@ class Chunk:
         algorithm: Its algorithm.
         selected: Indices of the bucket's parameters that step.
         group: Their param group.
+        first: How many of the bucket's parameters step in chunks before this one.
     """
 
     bucket: Bucket
     algorithm: MuonAlgorithm
     selected: list[int]
     group: dict[str, Any]
+    first: int = 0
 
     @property
     def matrices(self) -> int:
@@ -150,12 +156,14 @@ class Plan:
         parts: Buckets by audience, small ones joined, to be updated part after part: ranks agree within an
             audience on which parameters step, so only there do tasks interleave alike on all ranks, as the
             order of their collectives needs. At least one part, which may be empty.
+        told_back: Audiences that are told in the end what others had to tell, in the order of doing so.
     """
 
     buckets: list[Bucket]
     records: list[ParamRecord]
     audiences: dict[tuple[int, ...], list[int]]
     parts: list[list[Joint]]
+    told_back: list[tuple[int, ...]] = field(default_factory=list)
     _algorithms: dict[Tensor, Algorithm] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -166,33 +174,48 @@ class Plan:
         chunks = []
         for bucket in joint.buckets:
             stepping = [index for index, param in enumerate(bucket.params) if param in gradients]
-            group, algorithm = groups[bucket.group_index], self.algorithm_of(bucket)
-            chunks += [Chunk(bucket, algorithm, part, group) for part in self.splits(bucket, stepping)]
+            group, algorithm, first = groups[bucket.group_index], self.algorithm_of(bucket), 0
+            for selected in self.splits(bucket, group, stepping):
+                chunks.append(Chunk(bucket, algorithm, selected, group, first))
+                first += len(selected)
         return chunks
 
     def tasks(
         self, gradients: Mapping[Tensor, Tensor], groups: Sequence[dict[str, Any]], part: Sequence[Joint]
-    ) -> Iterator[tuple[Joint, list[Chunk]]]:
-        """What is updated in one task each: the chunks of a joint together, those of a lone bucket one by one."""
+    ) -> Iterator[list[Chunk]]:
+        """What is updated in one task each: a joint's chunks together, or one by one where a group bounds them."""
         for joint in part:
             chunks = self.chunks(gradients, groups, joint)
-            for together in [chunks] if len(joint.buckets) > 1 else [[chunk] for chunk in chunks]:
-                if together:
-                    yield joint, together
+            bounded = any(matrices_at_once(groups[bucket.group_index]) is not None for bucket in joint.buckets)
+            yield from [[chunk] for chunk in chunks] if bounded else [chunks] if chunks else []
 
-    def splits(self, bucket: Bucket, stepping: Sequence[int]) -> list[list[int]]:
-        """Split the stepping parameters of a bucket into tasks, alike on all ranks of its mesh."""
+    def splits(self, bucket: Bucket, group: Mapping[str, Any], stepping: Sequence[int]) -> list[list[int]]:
+        """Split the stepping parameters of a bucket by its group's `batch_size`, alike on all ranks of its mesh."""
         if bucket.is_empty:
             return []
-        size = max(1, bucket.params_at_once)
-        return [list(stepping[start : start + size]) for start in range(0, len(stepping), size)]
+        limit = matrices_at_once(group)
+        size = len(stepping) if limit is None else max(1, limit // bucket.most_units_per_param)
+        return [list(stepping[start : start + size]) for start in range(0, len(stepping), max(1, size))]
 
     @property
     def agreements(self) -> int:
         """Host-side messages a step, on which gradients exist."""
-        shared = [audience for audience in self.audiences if audience]
-        # Faults are told back to audiences that the last one does not contain: see `gradients.collect_gradients`.
-        return len(shared) + sum(not set(audience) <= set(shared[-1]) for audience in shared[:-1])
+        return sum(bool(audience) for audience in self.audiences) + len(self.told_back)
+
+    @property
+    def communicators(self) -> int:
+        """Process groups that a step's collectives go through."""
+        used = (
+            group
+            for bucket in self.buckets
+            for group in (bucket.shard_group, bucket.replica_group, bucket.input_group, bucket.output_group)
+        )
+        return len({id(group) for group in used if group is not None})
+
+    @property
+    def tasks_in_flight(self) -> int:
+        """Tasks at once: one while a graph records, if collectives of unlike groups would be its branches."""
+        return 1 if self.communicators > 1 and is_recording() else MAX_CONCURRENT_TASKS
 
     def elementwise(self, groups: Sequence[dict[str, Any]]) -> Iterator[tuple[list[ParamRecord], dict[str, Any]]]:
         """Elementwise parameters by group, device and dtype, which is what fused kernels take at once."""
@@ -253,8 +276,8 @@ def make_plan(
                 [record.name for record in same],
                 first.layout,
                 first.blocks,
-                resolve_orthogonalizer(options, compute_device(local_tensor(first.param), options)),
-                matrices_at_once(options),
+                resolve_orthogonalizer(options, device := compute_device(local_tensor(first.param), options)),
+                device,
             )
         )
     buckets.sort(key=lambda bucket: -bucket.flops_per_unit * len(bucket.params))
@@ -266,17 +289,34 @@ def make_plan(
         parts_of[audience_of(bucket.params[0])].append(bucket)
     algorithm_of = {record.param: record.algorithm for record in records}
     parts = [
-        join(part, (_stays_alone(algorithm_of[bucket.params[0]], groups[bucket.group_index]) for bucket in part))
+        join(part, [_kind(algorithm_of[bucket.params[0]], groups[bucket.group_index]) for bucket in part])
         for part in parts_of.values()
         if part
     ]
-    return Plan(buckets, list(records), by_audience, parts or [[]])
+    return Plan(buckets, list(records), by_audience, parts or [[]], _told_back(list(by_audience)))
 
 
-def _stays_alone(algorithm: Algorithm, group: Mapping[str, Any]) -> bool:
-    """Whether a bucket's task is never joined with others': its memory is bounded, or it orthogonalizes itself."""
-    bounded = matrices_at_once(group) is not None
-    return bounded or not isinstance(algorithm, MuonAlgorithm) or algorithm.updates_whole_tensors()
+def _told_back(audiences: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Audiences to which a fault is brought that others of its ranks' tell later. Collective over each.
+
+    Each message carries what was known of earlier ones, so that the ranks of the last audience know it all; most often
+    those are all ranks. Members of an audience may have unlike others, so they agree on whether it is told.
+    """
+    shared = [audience for audience in audiences if audience]
+    needed = []
+    for audience in shared:
+        here = not set(audience) <= set(shared[-1])
+        report = agree(GradientReport([here], [False], [0]), control_group(audience))
+        if report.present[0]:
+            needed.append(audience)
+    return needed[::-1]
+
+
+def _kind(algorithm: Algorithm, group: Mapping[str, Any]) -> str | None:
+    """What a bucket's task may be joined with: others of its algorithm; None where bounded, or whole tensors."""
+    if not isinstance(algorithm, MuonAlgorithm) or algorithm.updates_whole_tensors():
+        return None
+    return algorithm.name if matrices_at_once(group) is None else None
 
 
 def _hashable(key: tuple[object, ...]) -> tuple[object, ...]:

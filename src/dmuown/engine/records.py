@@ -19,6 +19,7 @@ from dmuown.errors import LayoutError, OptionError, OptionTypeError, OwnershipEr
 from dmuown.orthogonalize import Blocks, blocks_from_heads, grouped_blocks, interleaved_blocks, select_backend
 from dmuown.ownership.away import AwayParameter
 from dmuown.ownership.record import Record, record_of, replaced_name
+from dmuown.policy.splits import block_sizes
 from dmuown.state import BufferSpec
 from dmuown.state.spec import MASTER, MASTER_WEIGHT
 
@@ -139,7 +140,7 @@ def make_records(
         record = ParamRecord(tensor, name, group_index, algorithm, state_spec=_state_spec(algorithm, tensor, group))
         if isinstance(algorithm, MuonAlgorithm):
             record.layout = MatrixLayout(tensor, name, transposed=group["matrix_transposed"], flatten=group["flatten"])
-            record.blocks = _blocks(record.layout, group, name)
+            record.blocks = row_blocks(record.layout, group, name)
             if algorithm.updates_whole_tensors() and (
                 (group["num_heads"] or 1) > 1
                 or any(group[key] for key in ("interleaved", "split_groups", "qkv_heuristic"))
@@ -277,20 +278,25 @@ def _check_dedicated(tensor: Tensor, group: Mapping[str, Any]) -> None:
         )
 
 
-def _blocks(layout: MatrixLayout, group: Mapping[str, Any], name: str) -> Blocks:
-    split_sizes, num_heads = group["split_sizes"], group["num_heads"]
-    if group["qkv_heuristic"] and split_sizes is None and num_heads is None and len(layout.shape) == 2:
-        # As the authors' Muown (arXiv 2605.10797) guesses; it takes MLPs of three times the width as well.
-        split_sizes = (layout.n,) * 3 if layout.m == 3 * layout.n else None
-    if split_sizes is None and (num_heads is None or num_heads == 1):
+def row_blocks(layout: MatrixLayout, group: Mapping[str, Any], name: str) -> Blocks:
+    """Return the blocks of rows that a group, complete or not, cuts a parameter's matrices into; () for one.
+
+    Raises:
+        ParameterError: `num_heads` for a stack of matrices.
+        OptionError: Blocks that do not fit the rows.
+    """
+    split_sizes, num_heads = group.get("split_sizes"), group.get("num_heads") or 1
+    if split_sizes is None:
+        split_sizes = block_sizes(group, layout.shape) or None
+    if split_sizes is None and num_heads == 1:
         return ()
     if split_sizes is None and len(layout.shape) != 2:
         raise ParameterError(name, f"num_heads takes weights of 2 axes, got shape {layout.shape}", "Use split_sizes")
     try:
         if split_sizes is None:
             return blocks_from_heads(num_heads, layout.m)
-        blocks = grouped_blocks(split_sizes, group["split_groups"] or 1, layout.m)
-        if group["interleaved"]:
+        blocks = grouped_blocks(split_sizes, group.get("split_groups") or 1, layout.m)
+        if group.get("interleaved"):
             if len(set(split_sizes)) != 1:
                 raise OptionError("interleaved", f"needs blocks of equal size, got {tuple(split_sizes)}")
             return interleaved_blocks(len(split_sizes), layout.m)

@@ -169,13 +169,13 @@ def orthogonalize_blocks(x: Tensor, blocks: Blocks, orthogonalizer: Callable[...
     """Orthogonalize each block of rows on its own, equal shapes in one batch.
 
     Args:
-        x: [B, m, n] or [m, n] whole matrices, any strides; not changed.
+        x: [B, m, n] or [m, n] whole matrices, any strides; not changed without `overwrite`.
         blocks: Disjoint, covering the m rows; empty or a single full block is the whole matrix.
         orthogonalizer: Maps [B', rows, n] to the same shape.
         options: Handed to it: `overwrite` of `Orthogonalizer`.
 
     Returns:
-        A new tensor of x's shape in the orthogonalizer's dtype.
+        A tensor of x's shape in the orthogonalizer's dtype; a new one without `overwrite`.
 
     Raises:
         OptionError: The blocks do not cover the rows exactly once.

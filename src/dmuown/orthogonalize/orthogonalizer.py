@@ -91,11 +91,12 @@ class Orthogonalizer:
         """Orthogonalize each matrix of `x`.
 
         Args:
-            x: Real floating [B, m, n] or [m, n], whole logical matrices [output, input], any strides; not changed.
+            x: Real floating [B, m, n] or [m, n], whole logical matrices [output, input], any strides; not
+                changed without `overwrite`.
             overwrite: x may be changed and its memory used for the result: less temporary memory on CUDA.
 
         Returns:
-            A new tensor of x's shape, in `dtype`, on x's device.
+            A tensor of x's shape, in `dtype`, on x's device; a new one without `overwrite`.
 
         Raises:
             ParameterError: x is not a real floating tensor of 2 or 3 axes, or a custom function changed its shape.

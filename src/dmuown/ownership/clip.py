@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from dmuown.engine.lent import lent
+from dmuown.engine.lent import on_loan
 from dmuown.errors import GradientError, OptionError
 from dmuown.ownership.record import Record, record_of
 from dmuown.ownership.registry import runtime_of
@@ -85,14 +85,12 @@ def _over_ranks(total: Tensor, norm_type: float, groups: Sequence[dist.ProcessGr
     """The norm, from each rank's part of it to the power of its order."""
     if not math.isinf(norm_type):
         for group in groups:
-            with lent(total):
-                dist.all_reduce(total, group=group)
+            on_loan(dist.all_reduce, total, group=group)
         return total.pow(1.0 / norm_type)
     # The maximum over ranks does not keep NaN on every backend: whether there is one travels beside it.
     message = torch.stack([torch.where(total.isnan(), 0.0, total), total.isnan().to(total.dtype)])
     for group in groups:
-        with lent(message):
-            dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
+        on_loan(dist.all_reduce, message, op=dist.ReduceOp.MAX, group=group)
     return torch.where(message[1] > 0, math.nan, message[0])
 
 

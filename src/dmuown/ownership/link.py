@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dmuown.engine.groups import control_group
-from dmuown.engine.lent import Loan, lent
+from dmuown.engine.lent import Loan, on_loan
 from dmuown.ownership.group import Stages
 
 # torch 2.13 renamed these; the old names still work in 2.11 and warn in 2.13.
@@ -113,8 +113,7 @@ class Link:
         if self.control is None or not flags:
             return list(flags)
         message = torch.tensor(flags, dtype=torch.int32)
-        with lent(message):
-            dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.control)
+        on_loan(dist.all_reduce, message, op=dist.ReduceOp.MAX, group=self.control)
         return [bool(value) for value in message.tolist()]
 
     def count(self, kind: str, size: int) -> None:
@@ -150,10 +149,10 @@ class InFlight:
     held: list[Tensor] = field(default_factory=list)
     _loan: Loan = field(default_factory=Loan)
 
-    def hold(self, *tensors: Tensor) -> None:
-        """Keep tensors that a collective is about to read or write."""
-        self.held += tensors
-        self._loan.add(*tensors)
+    def hold(self, tensor: Tensor) -> Tensor:
+        """Keep a tensor that the collective reads or writes, and return what to give to it in its place."""
+        self.held.append(tensor)
+        return self._loan.lend(tensor)
 
     def wait(self) -> None:
         """Make the caller wait for it: the host on the CPU, its stream on CUDA."""

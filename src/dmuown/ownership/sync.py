@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dmuown.engine.lent import lent
+from dmuown.engine.lent import on_loan
 from dmuown.errors import OwnershipError
 from dmuown.ownership.link import Link, all_gather
 from dmuown.ownership.plan import shard_rows
@@ -106,8 +106,7 @@ def gather_whole(record: Record, value: Tensor, link: Link) -> Tensor:
         whole = padded
         if link.group is not None:
             whole = torch.empty(rows * link.world_size, *record.local_shape[1:], dtype=dtype, device=device)
-            with lent(whole, padded):
-                all_gather(whole, padded, group=link.group)
+            on_loan(all_gather, whole, padded, group=link.group)
         whole = whole[: record.local_shape[0]].contiguous()
     elif record.owned:
         local = value.to_local() if isinstance(value, DTensor) else value
@@ -115,8 +114,7 @@ def gather_whole(record: Record, value: Tensor, link: Link) -> Tensor:
     else:
         whole = torch.empty(record.local_shape, dtype=dtype, device=device)
     if record.owner is not None and link.group is not None:
-        with lent(whole):
-            dist.broadcast(whole, src=link.ranks[record.owner], group=link.group)
+        on_loan(dist.broadcast, whole, src=link.ranks[record.owner], group=link.group)
     if record.tensor_parallel is None:
         return whole
     mesh, placements = record.tensor_parallel

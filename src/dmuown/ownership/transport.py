@@ -146,8 +146,7 @@ class Buffer:
             torch._foreach_copy_(parts, [record.local_home() for record in self.records])
         if link.group is not None:
             link.count("broadcast", transfer.fetch_bytes)
-            self._fetching.hold(flat)
-            self._fetching.work = link.broadcast(flat, transfer.owner)
+            self._fetching.work = link.broadcast(self._fetching.hold(flat), transfer.owner)
 
     def _fetch_from_shards(self, flat: Tensor) -> None:
         link, transfer = self.link, self.transfer
@@ -157,15 +156,15 @@ class Buffer:
             segment.narrow(0, member.offset, shard.numel()).copy_(shard.reshape(-1))
         # A single member arrives in place: its shards, one after the other, are the whole.
         gathered = flat if len(transfer.members) == 1 else torch.empty_like(flat)
-        self._fetching.hold(segment, gathered)
+        hold = self._fetching.hold
         if link.group is None:
-            gathered.copy_(segment)
+            hold(gathered).copy_(segment)
         else:
             link.count("all_gather", transfer.fetch_bytes)
-            self._fetching.work = all_gather(gathered, segment, group=link.group, async_op=True)
+            self._fetching.work = all_gather(hold(gathered), hold(segment), group=link.group, async_op=True)
 
     def _copy_out(self) -> None:
-        flat, gathered = self._flat, self._fetching.held[1]
+        flat, gathered = self._flat, self._fetching.held[0]
         assert flat is not None
         if gathered is flat:
             return
@@ -267,15 +266,14 @@ class Buffer:
 
     def _start_reduction(self, buffer: Tensor) -> None:
         link, transfer = self.link, self.transfer
-        self._reducing.hold(buffer)
+        hold = self._reducing.hold
         if transfer.kind == "owner":
             link.count("reduce", transfer.reduce_bytes)
-            self._reducing.work = link.reduce(buffer, transfer.owner)
+            self._reducing.work = link.reduce(hold(buffer), transfer.owner)
             return
         link.count("reduce_scatter", transfer.reduce_bytes)
         self._reduced = buffer.new_empty(transfer.reduce_segment)
-        self._reducing.hold(self._reduced)
-        self._reducing.work = reduce_scatter(self._reduced, buffer, group=link.group, async_op=True)
+        self._reducing.work = reduce_scatter(hold(self._reduced), hold(buffer), group=link.group, async_op=True)
 
     def finish(self) -> None:
         """Finish what `reduce` started: averages go to the homes' `.grad`, where this rank has them."""

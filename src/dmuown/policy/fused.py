@@ -13,7 +13,7 @@ A weight whose parts cannot be told for certain is left whole, with one log line
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -39,21 +39,24 @@ def fused_splits(model: nn.Module, *, per_head: bool = False) -> dict[str, Fused
     owners = {canonical_name(name): module for name, module in model.named_modules()}
     splits = {}
     for entry in describe_parameters(model, trainable_only=False):
-        found = _split_of_entry(entry, owners, per_head)
+        path = entry.name.rpartition(".")[0]
+        found = split_of_entry(entry, _configs(path, owners), owners.get(path), per_head=per_head)
         if found is not None:
             splits[entry.name] = found
     return splits
 
 
-def _split_of_entry(entry: ParameterRole, owners: Mapping[str, nn.Module], per_head: bool) -> FusedSplit | None:
+def split_of_entry(
+    entry: ParameterRole, configs: Sequence[Any], module: nn.Module | None = None, *, per_head: bool = False
+) -> FusedSplit | None:
+    """The split of one parameter; `split_of` describes `configs` and `module`, `fused_splits` `per_head`."""
     if entry.role not in (Role.MATRIX, Role.EXPERT):
         return None
     path, _, leaf = entry.name.rpartition(".")
     module_name = path.rpartition(".")[2] if leaf == "weight" else leaf
     shape = entry.parameter.shape
     rows = shape[-1] if entry.transposed else shape[-2]
-    configs = _configs(path, owners)
-    found = split_of(module_name, rows, configs, owners.get(path))
+    found = split_of(module_name, rows, configs, module)
     if found is None and per_head:
         found = _heads_of(module_name, rows, configs)
     return found
@@ -99,18 +102,27 @@ def split_param_groups(
     """
     transposed = {id(entry.parameter) for entry in describe_parameters(model) if entry.transposed}
     splits = fused_splits(model, per_head=per_head)
-    cuts: dict[int, tuple[tuple[str, Any], ...]] = {}
+    cuts: dict[int, dict[str, Any]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         split = splits.get(canonical_name(name))
         if split is not None:
             orientation = {"matrix_transposed": True} if id(param) in transposed else {}
-            cuts[id(param)] = tuple({**split.group_options(per_head=per_head), **orientation}.items())
+            cuts[id(param)] = {**split.group_options(per_head=per_head), **orientation}
+    return cut_groups(groups, cuts)
+
+
+def cut_groups(groups: Iterable[Mapping[str, Any]], cuts: Mapping[int, Mapping[str, Hashable]]) -> list[dict[str, Any]]:
+    """Split groups by what their parameters are to have as options, those of `cuts`, by parameter's `id`.
+
+    Returns:
+        As `split_param_groups`.
+    """
     result: list[dict[str, Any]] = []
     for group in groups:
         if group.get("split_sizes") or group.get("num_heads") or group.get("algorithm") in ELEMENTWISE:
             result.append({**group, "params": list(group["params"])})
             continue
-        for options, part in regrouped(group, lambda tensor: cuts.get(id(tensor), ())):
+        for options, part in regrouped(group, lambda tensor: tuple(cuts.get(id(tensor), {}).items())):
             result.append({**dict(options), **part})
     return result
 
@@ -127,7 +139,8 @@ def count_blocks(groups: Iterable[Mapping[str, Any]], models: Iterable[nn.Module
     counts: dict[str, int] = {}
     for group in groups:
         for item in group["params"]:
-            text = blocks_text(group, splits.get(id(item[1] if isinstance(item, tuple) else item)))
+            tensor = item[1] if isinstance(item, tuple) else item
+            text = blocks_text(group, tensor.shape, splits.get(id(tensor)))
             if text:
                 counts[text] = counts.get(text, 0) + 1
     return counts
@@ -323,8 +336,10 @@ _RULES = (
 __all__ = [
     "FusedSplit",
     "count_blocks",
+    "cut_groups",
     "fused_splits",
     "regrouped",
     "split_of",
+    "split_of_entry",
     "split_param_groups",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,10 +40,12 @@ class FusedSplit:
         return sizes if sum(sizes) == sum(self.sizes) else ()
 
     def group_options(self, *, per_head: bool = False) -> dict[str, Any]:
-        """The same as options of a param group; `per_head` cuts into heads where there are heads."""
+        """The same as options of a param group, {} for one block; `per_head` cuts into heads where there are any."""
         heads = self.head_sizes if per_head else ()
         if heads:
             return {"num_heads": len(heads)} if len(set(heads)) == 1 else {"split_sizes": heads}
+        if len(self.sizes) == 1:
+            return {}
         options: dict[str, Any] = {"split_sizes": self.sizes}
         if self.interleaved:
             options["interleaved"] = True
@@ -62,29 +64,46 @@ class FusedSplit:
         return f"{named} {arrangement}".strip()
 
 
-def blocks_text(group: Mapping[str, Any], split: FusedSplit | None = None) -> str:
+def block_sizes(group: Mapping[str, Any], shape: Sequence[int]) -> tuple[int, ...]:
+    """Rows of each block that a group cuts a parameter into; () where it cuts into heads, or not at all.
+
+    Args:
+        group: A matrix group, complete or not.
+        shape: Global shape of the parameter, as it is stored.
+    """
+    if group.get("split_sizes") is not None:
+        return tuple(group["split_sizes"])
+    if group.get("qkv_heuristic") and group.get("num_heads") is None and len(shape) == 2:
+        # As the authors' Muown (arXiv 2605.10797) guesses; it takes MLPs of three times the width as well.
+        columns, rows = shape if group.get("matrix_transposed") else reversed(shape)
+        return (columns,) * 3 if rows == 3 * columns else ()
+    return ()
+
+
+def blocks_text(group: Mapping[str, Any], shape: Sequence[int], split: FusedSplit | None = None) -> str:
     """What blocks a group's matrices are cut into, for tables: `q 32, k 16, v 16`, `8 heads`; empty for none.
 
     Args:
         group: A param group, complete or not.
+        shape: Global shape of the parameter.
         split: What `fused_splits` says of the weight; names the blocks, where the group cuts it so.
     """
     if group.get("algorithm") in ELEMENTWISE:
         return ""
     if (group.get("num_heads") or 1) > 1:
         return f"{group['num_heads']} heads"
-    sizes = group.get("split_sizes")
+    sizes = block_sizes(group, shape)
     if not sizes:
         return ""
-    found = FusedSplit(tuple(sizes), group.get("split_groups") or 1, bool(group.get("interleaved")))
+    found = FusedSplit(sizes, group.get("split_groups") or 1, bool(group.get("interleaved")))
     if split is not None and split.group_options() == found.group_options():
         return str(split)
     return str(found)
 
 
-def block_count(group: Mapping[str, Any]) -> int:
-    """Logical matrices that a group makes of each of its matrices."""
-    return len(group.get("split_sizes") or ()) or group.get("num_heads") or 1
+def block_count(group: Mapping[str, Any], shape: Sequence[int]) -> int:
+    """Logical matrices that a group makes of each matrix of a parameter of this shape."""
+    return len(block_sizes(group, shape)) or group.get("num_heads") or 1
 
 
-__all__ = ["ELEMENTWISE", "FusedSplit", "block_count", "blocks_text"]
+__all__ = ["ELEMENTWISE", "FusedSplit", "block_count", "block_sizes", "blocks_text"]

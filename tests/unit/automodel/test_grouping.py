@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
-from dmuown.automodel import AngularMuownConfig, MuonConfig, MuownConfig
+import dmuown
+from dmuown.automodel import AngularMuownConfig, DMuonConfig, MuonConfig, MuownConfig
 from dmuown.automodel.configs import MatrixOptimizerConfig
 from dmuown.automodel.grouping import build_param_groups, count_matrices
 from dmuown.errors import ParameterError
@@ -98,6 +101,43 @@ def test_flatten_takes_dense_convolutions_and_never_depthwise_ones() -> None:
     # The experts are a stack of matrices, which flattening would merge into one.
     assert (found["moe.experts.up"]["algorithm"], found["moe.experts.up"]["flatten"]) == ("muon", False)
     assert count_matrices(groups_of(MuonConfig(flatten=True))) == 2 + 3 + 1
+
+
+class Fused(nn.Module):
+    """A fused q/k/v of 4 + 2 + 2 heads, a query of its own, and an MLP with three times as many rows as columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, head_dim=5)
+        self.qkv_proj, self.q_proj, self.up_proj = (nn.Linear(8, rows, bias=False) for rows in (40, 20, 24))
+        self.norm = nn.LayerNorm(8)
+
+
+@pytest.mark.parametrize("config", [MuownConfig, MuonConfig, DMuonConfig])
+@pytest.mark.parametrize(
+    ("section", "blocks"),
+    [
+        ("{}", ("", "", "")),
+        ("auto_split: true", ("q 20, k 10, v 10", "", "")),
+        ("{auto_split: true, per_head: true}", ("8 heads", "4 heads", "")),
+        ("qkv_heuristic: true", ("", "", "3 x 8")),
+        ("{auto_split: true, qkv_heuristic: true}", ("q 20, k 10, v 10", "", "3 x 8")),
+        ("{auto_split: true, per_head: true, qkv_heuristic: true}", ("8 heads", "4 heads", "3 x 8")),
+    ],
+)
+def test_weights_are_cut_as_the_yaml_says(
+    config: type[MatrixOptimizerConfig], section: str, blocks: tuple[str, str, str]
+) -> None:
+    model, options = Fused(), config(**yaml.safe_load(section))
+    (groups,) = build_param_groups([model], options.grouping_rules())
+    optimizer: Any = options.optimizer_class()(groups, **options.optimizer_options())
+    shown = {row.name.split(".")[0]: row.blocks for row in dmuown.summarize_param_groups(model, optimizer).parameters}
+    assert tuple(shown[name] for name in ("qkv_proj", "q_proj", "up_proj")) == blocks
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    counts = {"": 1, "q 20, k 10, v 10": 3, "8 heads": 8, "4 heads": 4, "3 x 8": 3}
+    assert optimizer.orthogonalized == count_matrices(optimizer.param_groups) == sum(counts[text] for text in blocks)
 
 
 def test_patterns_send_parameters_to_adamw_at_scalar_lr() -> None:

@@ -233,18 +233,15 @@ def test_the_authors_muown(kind: Any, algorithm: str) -> None:
 # ------------------------------------------------------------------------------ muonium
 
 
-@pytest.mark.parametrize("kind, algorithm", [(MuonOracle, "muon"), (NorMuonOracle, "normuon")])
-def test_muonium(kind: Any, algorithm: str, caplog: pytest.LogCaptureFixture) -> None:
-    model = Net()
-    epsilon: dict[str, Any] = {"normalization_epsilon": 1e-8} if algorithm == "normuon" else {}
-    new = ours(model, algorithm, ns_dtype="float32", **epsilon)
+def muonium_state(kind: Any, algorithm: str, model: Net, *, cautious: bool) -> tuple[list[Any], dict[str, Any]]:
+    """Oracles that trained the model's matrices, and what muonium would have saved then; all of its keys."""
     oracles = trained_oracles(kind, model, lr=0.02, mu=0.9, weight_decay=0.0, nesterov=True, adjust_lr="keller")
     group = {
         "algorithm": algorithm,
         "use_muon": True,
         "lr": torch.tensor(0.02),
         "wd": 0.0,
-        "use_cautious_wd": True,
+        "use_cautious_wd": cautious,
         "momentum": 0.9,
         "nesterov": True,
         "ns_steps": 5,
@@ -277,12 +274,20 @@ def test_muonium(kind: Any, algorithm: str, caplog: pytest.LogCaptureFixture) ->
         group["muon_beta2"] = 0.95
         for index, oracle in enumerate(oracles):
             state[index]["variance_neuron"] = oracle.variance.float()
-    state[2] = {"exp_avg": torch.ones(5), "exp_avg_sq": torch.ones(5), "step": torch.tensor(9.0)}
-    saved: dict[str, Any] = {"state": state, "param_groups": [{**group, "params": [0, 1]}, {**adam, "params": [2]}]}
+    state[2] = {"exp_avg": torch.ones(5), "exp_avg_sq": torch.full((5,), 2.0), "step": torch.tensor(9.0)}
+    return oracles, {"state": state, "param_groups": [{**group, "params": [0, 1]}, {**adam, "params": [2]}]}
+
+
+@pytest.mark.parametrize("kind, algorithm", [(MuonOracle, "muon"), (NorMuonOracle, "normuon")])
+def test_muonium(kind: Any, algorithm: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = Net()
+    epsilon: dict[str, Any] = {"normalization_epsilon": 1e-8} if algorithm == "normuon" else {}
+    new = ours(model, algorithm, ns_dtype="float32", **epsilon)
+    oracles, saved = muonium_state(kind, algorithm, model, cautious=True)
     new.load_state_dict(dmuown.convert_optimizer_state(saved, source="muonium", model_or_optimizer=new))
     assert new.param_groups[0]["lr"] == pytest.approx(0.02)
     assert new.param_groups[1]["epsilon"] == 1e-7
-    assert float(new.state[model.c]["step"]) == 9
+    assert (float(new.state[model.c]["step"]), float(new.state[model.c]["variance"][0])) == (9, 2)
     continued(oracles, model, new)
     assert not caplog.records
     saved["param_groups"][0]["wd"] = 0.1

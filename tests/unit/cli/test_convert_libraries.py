@@ -24,7 +24,7 @@ from tests.reference.muon import Muon as MuonOracle
 from tests.reference.normuon import NorMuon as NorMuonOracle
 from tests.unit.checkpoint import dion_training
 from tests.unit.checkpoint.test_dion import DIONS, run
-from tests.unit.checkpoint.test_importers import Net, continued, ours, trained_oracles
+from tests.unit.checkpoint.test_importers import Net, continued, muonium_state, ours, trained_oracles
 from tests.unit.cli.test_convert import _flat, host_folder, is_matrix, write_safetensors
 
 
@@ -50,48 +50,8 @@ def through_the_command(folder: Path, model: nn.Module, saved: dict[str, Any], l
 @pytest.mark.parametrize(("kind", "algorithm"), [(MuonOracle, "muon"), (NorMuonOracle, "normuon")])
 def test_a_file_of_muonium(tmp_path: Path, kind: Any, algorithm: str) -> None:
     model = Net()
-    oracles = trained_oracles(kind, model, lr=0.02, mu=0.9, weight_decay=0.0, nesterov=True, adjust_lr="keller")
-    matrices = {
-        "algorithm": algorithm,
-        "use_muon": True,
-        "lr": torch.tensor(0.02),
-        "wd": 0.0,
-        "use_cautious_wd": False,
-        "momentum": 0.9,
-        "nesterov": True,
-        "ns_steps": 5,
-        "orthogonalization_strategy": "newton_schulz",
-        "maximize": False,
-        "flatten": False,
-        "split_sizes": None,
-        "foreach": False,
-        "params": [0, 1],
-    }
-    adam = {
-        "algorithm": "adamw",
-        "use_muon": False,
-        "lr": 1e-3,
-        "wd": 0.1,
-        "amsgrad": False,
-        "betas": (0.9, 0.95),
-        "eps": 1e-7,
-        "decoupled_weight_decay": True,
-        "fused": None,
-        "foreach": None,
-        "maximize": False,
-        "has_complex": False,
-        "params": [2],
-    }
-    state: dict[int, Any] = {
-        index: {"momentum_buffer": oracle.momentum.float(), "step": torch.tensor(4.0), "lr_ratio": torch.tensor(1.0)}
-        for index, oracle in enumerate(oracles)
-    }
-    if algorithm == "normuon":
-        matrices["muon_beta2"] = 0.95
-        for index, oracle in enumerate(oracles):
-            state[index]["variance_neuron"] = oracle.variance.float()
-    state[2] = {"exp_avg": torch.ones(5), "exp_avg_sq": torch.full((5,), 2.0), "step": torch.tensor(9.0)}
-    found = through_the_command(tmp_path, model, {"state": state, "param_groups": [matrices, adam]}, "muonium")
+    oracles, saved = muonium_state(kind, algorithm, model, cautious=False)
+    found = through_the_command(tmp_path, model, saved, "muonium")
     epsilon: dict[str, Any] = {"normalization_epsilon": 1e-8} if algorithm == "normuon" else {}
     new = ours(model, algorithm, ns_dtype="float32", **epsilon)
     new.load_state_dict(found)

@@ -260,6 +260,24 @@ def test_fused_weights_show_their_blocks(tmp_path: Path) -> None:
     assert sum(cut.ranks.work) - sum(whole.ranks.work) == pytest.approx(4 * 8 * (2 * after - before))
 
 
+def test_heads_and_guessed_blocks_are_planned(tmp_path: Path) -> None:
+    llama = TINY | {"model_type": "llama", "intermediate_size": 96}
+    heads = planned(tmp_path, llama, {"auto_split": True, "per_head": True}, world_size=2)
+    assert {row.pattern.split(".")[-2]: row.blocks for row in heads.routes if row.blocks} == {
+        "q_proj": "4 heads",
+        "k_proj": "2 heads",
+        "v_proj": "2 heads",
+    }
+    assert heads.matrices == 4 * (4 + 2 + 2 + 1 + 3)
+    # Up and gate have three times as many rows as columns; down the reverse.
+    guessed = planned(tmp_path, llama, {"qkv_heuristic": True}, world_size=2)
+    assert {row.pattern.split(".")[-2]: row.blocks for row in guessed.routes if row.blocks} == {
+        "gate_proj": "3 x 32",
+        "up_proj": "3 x 32",
+    }
+    assert guessed.matrices == 4 * (4 + 1 + 2 * 3)
+
+
 LORA = {"_target_": "nemo_automodel.components._peft.lora.PeftConfig", "dim": 4}
 
 

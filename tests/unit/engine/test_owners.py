@@ -32,15 +32,6 @@ class Bucket:
     layout: Layout
     count: int
     flops_per_unit: float = 1.0
-    limit: int | None = None
-
-    @property
-    def params(self) -> list[None]:
-        return [None] * self.count
-
-    @property
-    def params_at_once(self) -> int:
-        return self.count if self.limit is None else self.limit
 
     def units_at(self, coordinate: tuple[int, ...]) -> int:
         return self.count
@@ -99,14 +90,3 @@ def test_known_divisions_change_nothing() -> None:
     for rank in range(16):
         assert assign_owners(buckets, rank, known) == assign_owners(buckets, rank)  # type: ignore[arg-type]
     assert len(known) == 1
-
-
-@pytest.mark.parametrize(
-    "limit, owners",
-    [(None, [0, 0, 0, 1, 1, 1]), (2, [0, 1, 0, 1, 0, 1]), (4, [0, 0, 1, 1, 0, 1])],
-    ids=["all at once", "two at once", "four at once"],
-)
-def test_one_owners_units_lie_side_by_side_within_a_task(limit: int | None, owners: list[int]) -> None:
-    """So that nothing is packed before it is sent; each task divided by itself, so that no owner waits."""
-    (found,) = assign_owners([Bucket(Layout(1, 2), 6, limit=limit)], 0)  # type: ignore[list-item]
-    assert [place.owner for place in found.places] == owners

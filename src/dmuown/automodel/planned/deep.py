@@ -44,6 +44,6 @@ def deep_model(path: str | Path, overrides: Sequence[str] = (), model_config: Pa
         ) from None
     return KnownModel(
         describe_parameters(model, trainable_only=False),
-        fused_splits(model),
+        fused_splits(model, per_head=True),
         frozenset(name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)),
     )

@@ -15,8 +15,8 @@ from dmuown.automodel.checks.document import Document, with_variables
 from dmuown.automodel.planned.adapters import Adapters, linear_modules
 from dmuown.automodel.shapes import find_model_config, model_parameters, read_model_config
 from dmuown.errors import OptionError
-from dmuown.policy.fused import FusedSplit, split_of
-from dmuown.policy.roles import ParameterRole, Role
+from dmuown.policy.fused import FusedSplit, split_of_entry
+from dmuown.policy.roles import ParameterRole
 from dmuown.policy.schema import parse_dtype
 
 #: Keys of a model's section that change the shapes of its checkpoint's configuration.
@@ -31,7 +31,7 @@ class KnownModel:
 
     Attributes:
         entries: Its parameters in order, without adapters, on the meta device.
-        splits: Those that are several matrices in one, by name.
+        splits: Those that are several matrices in one, or of several heads, by name.
         linears: Paths of its `nn.Linear` modules, which can have adapters; None finds them by role.
         experts_per_token: Experts that a token takes; 0 where there are none.
     """
@@ -49,7 +49,7 @@ class PlannedModel:
     Attributes:
         entries: Its parameters in order, adapters included, on the meta device.
         trainable: Whether each is trained, by name.
-        splits: Those that are several matrices in one, by name.
+        splits: Those that are several matrices in one, or of several heads, by name.
         dtype: Dtype of its weights.
         dtypes: Dtype of those that have another, by name.
         notes: What was assumed.
@@ -158,22 +158,10 @@ def _known(document: Document, model_config: Path | None) -> KnownModel:
     host_layout = not document.get("model.force_hf", False)
     entries = model_parameters(content, where=str(file), host_layout=host_layout)
     per_token = content.get("num_experts_per_tok")
-    return KnownModel(entries, _splits(entries, content), None, per_token if isinstance(per_token, int) else 0)
-
-
-def _splits(entries: Sequence[ParameterRole], content: Mapping[str, Any]) -> dict[str, FusedSplit]:
-    config = SimpleNamespace(**content)
-    found = {}
-    for entry in entries:
-        if entry.role not in (Role.MATRIX, Role.EXPERT):
-            continue
-        path, _, leaf = entry.name.rpartition(".")
-        shape = entry.parameter.shape
-        rows = shape[-1] if entry.transposed else shape[-2]
-        split = split_of(path.rpartition(".")[2] if leaf == "weight" else leaf, rows, [config])
-        if split is not None:
-            found[entry.name] = split
-    return found
+    configs = [SimpleNamespace(**content)]
+    found = {entry.name: split_of_entry(entry, configs, per_head=True) for entry in entries}
+    splits = {name: split for name, split in found.items() if split is not None}
+    return KnownModel(entries, splits, None, per_token if isinstance(per_token, int) else 0)
 
 
 def _dtype(document: Document, model_config: Path | None, notes: list[str]) -> torch.dtype:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dmuown.policy.fused import FusedSplit
 from dmuown.policy.roles import ParameterRole
+from dmuown.policy.splits import blocks_text
 
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -32,7 +33,7 @@ class RouteRow:
         algorithm: What steps them; `frozen` for none.
         lr: Learning rate; None if frozen.
         weight_decay: Decay; None if frozen.
-        blocks: What its matrices are cut into, such as `gate 64, up 64`; empty for whole ones.
+        blocks: What its matrices are cut into, such as `gate 64, up 64` or `8 heads`; empty for whole ones.
         split: How one lies on the ranks.
         numbers: The numbers in their names, of each parameter.
     """
@@ -81,7 +82,6 @@ def route_rows(
         if owned:
             tensor_parallel = [part for part in split.split(", ") if part.startswith("tp ") and "cuts" in part]
             split = ", ".join(["shards" if route == "sharded_adamw" else "one owner", *tensor_parallel])
-        cut = group is not None and bool(group.get("split_sizes"))
         key = (
             _LAYER_NUMBER.sub("*", entry.name),
             tuple(entry.parameter.shape),
@@ -90,7 +90,7 @@ def route_rows(
             group["algorithm"] if group else "frozen",
             group["lr"] if group else None,
             group["weight_decay"] if group else None,
-            str(splits[entry.name]) if cut else "",
+            blocks_text(group, entry.parameter.shape, splits.get(entry.name)) if group else "",
             split,
         )
         rows[key].append(tuple(map(int, _LAYER_NUMBER.findall(entry.name))))

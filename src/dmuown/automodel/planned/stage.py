@@ -12,7 +12,7 @@ from torch import Tensor
 from dmuown.automodel.dmuon_options import DMuonOptions
 from dmuown.automodel.grouping import group_parameters
 from dmuown.automodel.optimizer_options import MatrixOptions
-from dmuown.automodel.planned.buckets import make_buckets, split_groups
+from dmuown.automodel.planned.buckets import make_buckets
 from dmuown.automodel.planned.cluster import Cluster, place, place_tensor_parallel
 from dmuown.automodel.planned.exchange import BucketPlan, local_numel, plan_exchange, state_bytes
 from dmuown.automodel.planned.memory import RankBytes
@@ -20,6 +20,7 @@ from dmuown.automodel.planned.model import PlannedModel
 from dmuown.automodel.planned.ownership import OwnershipRanks, plan_ownership
 from dmuown.automodel.planned.routes import RouteRow, route_rows
 from dmuown.ownership.plan import shard_rows
+from dmuown.policy.fused import cut_groups
 from dmuown.policy.resolve import ResolvedRoute, resolve_routes
 from dmuown.policy.roles import ParameterRole
 
@@ -74,7 +75,9 @@ def plan_stage(
     rules = options.grouping_rules()
     groups = group_parameters(active, rules, owner="the model's stage") if active else []
     if rules.auto_split:
-        groups = split_groups(groups, model.splits, {id(entry.parameter): entry.name for entry in active})
+        found = [(entry.parameter, model.splits[entry.name]) for entry in active if entry.name in model.splits]
+        cuts = {id(parameter): split.group_options(per_head=rules.per_head) for parameter, split in found}
+        groups = cut_groups(groups, cuts)
     policy = options.param_policy
     owned = isinstance(options, DMuonOptions)
     if isinstance(options, DMuonOptions):

@@ -111,10 +111,10 @@ def test_normalize_may_overwrite(layout: str) -> None:
     assert wider.data_ptr() != kept.data_ptr()
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_step_never_overwrites_momentum(count: int) -> None:
-    """Without Nesterov, 16-bit momentum is itself what is orthogonalized."""
-    params = [torch.nn.Parameter(matrices("random", 1, 64, 96)[0].to(torch.bfloat16)) for _ in range(count)]
+@pytest.mark.parametrize("shapes", [[(64, 96)], [(64, 96)] * 3, [(3, 64, 96)]], ids=["one", "three", "experts"])
+def test_a_step_never_overwrites_momentum(shapes: list[tuple[int, ...]]) -> None:
+    """Without Nesterov, 16-bit momentum is itself what is orthogonalized; that of experts already lies side by side."""
+    params = [torch.nn.Parameter(torch.randn(shape).to(torch.bfloat16)) for shape in shapes]
     optimizer = dmuown.Muon(params, nesterov=False, state_precision="bf16", backend="triton", ns_dtype=torch.bfloat16)
     for param in params:
         param.grad = torch.randn_like(param)
