@@ -19,7 +19,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import dmuown
-from dmuown.policy import policy_param_groups
 
 VOCABULARY, LENGTH, WIDTH = 64, 32, 64
 
@@ -73,7 +72,7 @@ def build(mesh: DeviceMesh, lr: float) -> tuple[nn.Module, dmuown.Muown]:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     # q, k and v of an attention layer are one tensor here, and three matrices for Muown.
-    groups = policy_param_groups(model, POLICY, algorithm="muown", auto_split=True)
+    groups = dmuown.param_groups(model, POLICY, auto_split=True)
     return model, dmuown.Muown(groups, lr=lr)
 
 

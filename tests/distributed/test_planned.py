@@ -17,6 +17,7 @@ from dmuown.automodel.grouping import group_parameters
 from dmuown.automodel.optimizer_options import OPTIONS_BY_ALGORITHM
 from dmuown.automodel.planned import plan_job
 from dmuown.automodel.shapes import model_parameters
+from dmuown.diagnostics.traffic import TrafficCounter
 from dmuown.policy.roles import ParameterRole
 from tests.distributed.harness import RankPool
 
@@ -118,7 +119,9 @@ def _owners(rank: int, world_size: int, tp: int, replicas: int) -> dict[str, Any
     optimizer: Any = options.optimizer_class()(dedicated_param_groups(model, groups), **options.optimizer_options())
     runtime = runtime_of(model)
     tokens = torch.randint(0, config.vocab_size, (2, 8), generator=torch.Generator().manual_seed(rank // tp))
-    model(input_ids=tokens, labels=tokens).loss.backward()
+    with TrafficCounter() as traffic:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    del traffic.kinds["all_reduce"]  # the message between hosts at the end of a backward pass
     counts = {kind: list(count) for kind, count in runtime.link.counts.items()}
     parameters = gradients = state = 0
     for record in dedicated_records(model).values():
@@ -133,6 +136,7 @@ def _owners(rank: int, world_size: int, tp: int, replicas: int) -> dict[str, Any
     return {
         "owners": runtime.plan.owners,
         "counts": counts,
+        "called": {kind: {"collectives": calls, "bytes": size} for kind, (calls, size) in traffic.kinds.items()},
         "parameters": parameters,
         "gradients": gradients,
         "state": state,
@@ -152,14 +156,21 @@ def test_plan_is_what_owners_do(ranks4: RankPool, tmp_path: Path, tp: int, repli
     file.write_text(yaml.safe_dump({"model": {"torch_dtype": "float32", "force_hf": True}, "optimizer": optimizer}))
     plan = plan_job(file, world_size=4, sizes={"tp": tp, "replicas": replicas}, model_config=model)
     (owned,) = plan.ownership
+    totals = owned.plan.per_step()
     for rank, real in enumerate(done):
         assert owned.plan.owners == real["owners"]
-        totals = owned.plan.per_step()
+        # With replicas, ranks at an owner's place in theirs call twice: between replicas, and within.
+        assert owned.plan.per_step(rank=rank // tp) == real["called"]
         assert {kind: [total["collectives"], total["bytes"]] for kind, total in totals.items()} == real["counts"]
         assert plan.ranks.parameters[rank] == real["parameters"]
         assert plan.ranks.sent[rank] - owned.moved[rank // tp] == real["exchanged"]
         assert plan.ranks.matrices[rank] == real["matrices"]
         assert plan.ranks.state[rank] == real["state"]
         assert plan.ranks.gradients[rank] == real["gradients"]
-    # Every rank but one receives each buffer once, and gives to it once, on whatever ways.
-    assert sum(owned.moved) == sum(total["bytes"] for total in owned.plan.per_step().values()) * (4 // tp - 1)
+    # Every rank but one receives each buffer once, and gives to it once, on whatever ways: in each group that a buffer
+    # goes through, all but one. An owner's goes through one, or through that between replicas and those within.
+    groups = {kind: replicas + 1 if replicas > 1 and kind in ("broadcast", "reduce") else 1 for kind in totals}
+    called = {kind: sum(real["called"][kind]["bytes"] for real in done) // tp for kind in totals}
+    moved = {kind: called[kind] - groups[kind] * total["bytes"] for kind, total in totals.items()}
+    assert moved == {kind: total["bytes"] * (4 // tp - 1) for kind, total in totals.items()}
+    assert sum(owned.moved) == sum(moved.values())

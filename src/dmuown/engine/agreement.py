@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from dmuown.engine.lent import on_loan
+
 
 @dataclass
 class GradientReport:
@@ -41,7 +43,7 @@ def agree(report: GradientReport, group: dist.ProcessGroup | None) -> GradientRe
     if group is None:
         return report
     message = torch.tensor([*report.present, *report.absent, *report.bad, report.fault], dtype=torch.int32)
-    dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
+    on_loan(dist.all_reduce, message, op=dist.ReduceOp.MAX, group=group)
     count = len(report.present)
     values = message.tolist()
     return GradientReport(

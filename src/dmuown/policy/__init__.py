@@ -17,7 +17,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dmuown.policy.groups import param_groups, policy_param_groups, split_groups_by_route
+    from dmuown.policy.groups import param_groups, split_groups_by_route
+    from dmuown.policy.groups import policy_param_groups as policy_param_groups  # internal
     from dmuown.policy.resolve import ResolvedRoute, resolve_routes
     from dmuown.policy.schema import ParamPolicy
 
@@ -25,7 +26,6 @@ __all__ = [
     "ParamPolicy",
     "ResolvedRoute",
     "param_groups",
-    "policy_param_groups",
     "resolve_routes",
     "split_groups_by_route",
 ]

@@ -114,13 +114,9 @@ def policy_param_groups(
     auto_split: bool = False,
     per_head: bool = False,
 ) -> list[dict[str, Any]]:
-    """Return the param groups of `param_groups` by an explicit policy, where None leaves everything on route `muon`.
+    """Internal, for comparisons of a policy that may be None; users call `param_groups`.
 
-    Weights that `auto_split` finds no split for stay whole, also where no module has a config.
-
-    Raises:
-        OptionError, ParameterError: The policy is bad, or leaves a vector on `muon`.
-        OwnershipError: The model is dedicated: its policy is decided.
+    Here None leaves everything on route `muon`, and a model without configs may be given to `auto_split`.
     """
     return _routed_groups(model, policy, {}, algorithm, groups, auto_split, per_head)
 
@@ -180,7 +176,7 @@ def _check_splittable(model: nn.Module) -> None:
 
 
 def model_resolution(model: nn.Module) -> Resolution | None:
-    """Return what `policy_param_groups` last decided for a model, for summaries; None if it did not."""
+    """Return what `param_groups` last decided for a model, for summaries; None if it did not."""
     found = vars(model).get(_RESOLUTION)
     return found if isinstance(found, Resolution) else None
 

@@ -15,7 +15,6 @@ import dmuown
 from dmuown.errors import LayoutError, OptionError, OptionTypeError, OwnershipError, ParameterError, PlanMismatchError
 from dmuown.ownership import dedicate_params, dedicated_records
 from dmuown.ownership.groups import dedicated_param_groups
-from dmuown.policy.groups import policy_param_groups
 from tests.distributed.harness import RankPool
 from tests.distributed.ownership.models import POLICY, Block, batch, build, loss_of
 from tests.distributed.ownership.training import assert_nothing_but_homes, mesh_of, trainable
@@ -105,7 +104,7 @@ def _order(rank: int, world_size: int) -> None:
     with pytest.raises(OwnershipError, match="Block: has dedicated parameters already"):
         dedicate_params(model.model.layers[0], mesh, predicate=trainable, param_policy=POLICY)
     with pytest.raises(OwnershipError, match="is dedicated already, with the policy that was given then"):
-        policy_param_groups(model, POLICY)
+        dmuown.param_groups(model, POLICY)
     with pytest.raises(OwnershipError, match="TinyLM: has no dedicated parameters"):
         dmuown.Muown(build())
     assert_nothing_but_homes(model)

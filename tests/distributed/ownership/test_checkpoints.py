@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+import dmuown
 from dmuown.checkpoint import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -24,7 +25,6 @@ from dmuown.checkpoint import (
 )
 from dmuown.errors import CheckpointError
 from dmuown.ownership import dedicated_records, runtime_of
-from dmuown.policy.groups import policy_param_groups
 from tests.distributed.harness import RankPool
 from tests.distributed.ownership.models import batch, build, loss_of
 from tests.distributed.ownership.training import (
@@ -51,7 +51,7 @@ def _make(layout: str, world_size: int, seed: int, options: dict[str, Any]) -> t
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh_of(world_size))
         fully_shard(model, mesh=mesh_of(world_size))
-    return model, build_optimizer("muown", model, policy_param_groups(model, policy()))
+    return model, build_optimizer("muown", model, dmuown.param_groups(model, policy()))
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int, world_size: int) -> None:

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import fully_shard
 import dmuown
 from dmuown.diagnostics.traffic import TrafficCounter
 from dmuown.ownership import no_sync
-from dmuown.policy.groups import policy_param_groups
 from tests.distributed.harness import RankPool
 from tests.distributed.ownership.models import POLICY, batch, build, loss_of
 from tests.distributed.ownership.training import assert_nothing_but_homes, dedicated, mesh_of
@@ -112,7 +111,7 @@ def _against_fsdp2(rank: int, world_size: int, reshard: bool) -> dict[str, int]:
     fully_shard(sharded, mesh=mesh, reshard_after_forward=reshard)
     optimizers = {
         "dedicated": dmuown.Muown(model, lr=0.01),
-        "fsdp2": dmuown.Muown(policy_param_groups(sharded, WIDE_POLICY), lr=0.01),
+        "fsdp2": dmuown.Muown(dmuown.param_groups(sharded, WIDE_POLICY), lr=0.01),
     }
     found: dict[str, int] = {"elements": elements}
     for name, each in (("dedicated", model), ("fsdp2", sharded)):

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import dmuown
 from dmuown.ownership import runtime_of
-from dmuown.policy.groups import policy_param_groups
 from tests.distributed.harness import RankPool
 from tests.distributed.ownership import training
 from tests.distributed.ownership.models import batch, build, loss_of
@@ -168,7 +168,7 @@ def _against_fsdp2(rank: int, world_size: int, algorithm: str, model_options: di
         fully_shard(block, mesh=mesh)
     fully_shard(sharded, mesh=mesh)
     optimizer = build_optimizer(algorithm, model)
-    other = build_optimizer(algorithm, sharded, policy_param_groups(sharded, policy()))
+    other = build_optimizer(algorithm, sharded, dmuown.param_groups(sharded, policy()))
     tolerance = tolerance_of(algorithm)
     for step in range(STEPS):
         losses = []

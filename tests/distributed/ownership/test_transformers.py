@@ -10,7 +10,6 @@ from torch import nn
 
 import dmuown
 from dmuown.ownership import dedicate_params, dedicated_records, gathered, runtime_of
-from dmuown.policy.groups import policy_param_groups
 from tests.distributed.harness import RankPool
 from tests.distributed.ownership.training import (
     assert_nothing_but_homes,
@@ -91,7 +90,7 @@ def _train(rank: int, world_size: int, kind: str, tied: bool, checkpointing: str
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)  # type: ignore[operator]
         model.train()
     optimizer = dmuown.Muown(model, lr=1e-3, newton_schulz_func=newton_schulz)
-    reference = dmuown.Muown(policy_param_groups(plain, policy), lr=1e-3, newton_schulz_func=newton_schulz)
+    reference = dmuown.Muown(dmuown.param_groups(plain, policy), lr=1e-3, newton_schulz_func=newton_schulz)
     for step in range(20):
         loss = _loss(model, _tokens(step, rank))
         loss.backward()

@@ -30,7 +30,6 @@ from dmuown.ownership import (
     runtime_of,
 )
 from dmuown.ownership.record import GradState, State
-from dmuown.policy.groups import policy_param_groups
 from dmuown.policy.names import canonical_name
 from tests.distributed.ownership.models import POLICY, Block, batch, build, loss_of
 
@@ -140,7 +139,7 @@ class OneProcess:
 
     def __init__(self, world_size: int, algorithm: str, model_options: dict[str, Any], microbatches: int = 1) -> None:
         self.model = build(**model_options).double()
-        self.optimizer = build_optimizer(algorithm, self.model, policy_param_groups(self.model, policy()))
+        self.optimizer = build_optimizer(algorithm, self.model, dmuown.param_groups(self.model, policy()))
         self.world_size = world_size
         self.microbatches = microbatches
 

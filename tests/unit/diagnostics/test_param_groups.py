@@ -10,7 +10,6 @@ from rich.console import Console
 from torch import nn
 
 import dmuown
-from dmuown.policy.groups import policy_param_groups
 
 
 class Tiny(nn.Module):
@@ -32,7 +31,7 @@ POLICY = {
 
 def test_routes_rows_and_warnings() -> None:
     model = Tiny()
-    optimizer = dmuown.Muown(policy_param_groups(model, POLICY, algorithm="muown"), lr=0.1)
+    optimizer = dmuown.Muown(dmuown.param_groups(model, POLICY, algorithm="muown"), lr=0.1)
     summary = dmuown.summarize_param_groups(model, optimizer)
     assert [(row.route, row.algorithms, row.parameters, row.elements, row.bytes) for row in summary.routes] == [
         ("muon", ("muown",), 2, 72, 288),
@@ -58,7 +57,7 @@ def test_routes_rows_and_warnings() -> None:
 
 def test_it_prints_and_converts() -> None:
     model = Tiny()
-    optimizer = dmuown.Muown(policy_param_groups(model, POLICY), lr=0.1)
+    optimizer = dmuown.Muown(dmuown.param_groups(model, POLICY), lr=0.1)
     summary = dmuown.summarize_param_groups(model, optimizer)
     lines = str(summary).splitlines()
     assert lines[0].split()[:3] == ["route", "algorithm", "parameters"]
@@ -84,7 +83,7 @@ def test_foreign_optimizers_and_forgotten_parameters() -> None:
 
 def test_a_rule_that_is_too_broad() -> None:
     model = nn.ModuleList(nn.LayerNorm(4) for _ in range(60))
-    groups = policy_param_groups(model, {"defaults": {"route": "sharded_adamw"}})
+    groups = dmuown.param_groups(model, {"defaults": {"route": "sharded_adamw"}})
     summary = dmuown.summarize_param_groups(model, dmuown.Muown(groups, lr=0.1))
     assert len(summary.warnings) == 1
     assert "120 tensors" in summary.warnings[0]

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import dmuown
 from dmuown.errors import OptionError
 from dmuown.orthogonalize.blocks import grouped_blocks, row_indices
-from dmuown.policy import policy_param_groups
 from dmuown.policy.fused import FusedSplit, fused_splits, split_of, split_param_groups
 from tests.unit.algorithms.oracles import assert_near, gradients, initial
 
@@ -237,7 +236,7 @@ def test_groups_are_split_by_fused_weight() -> None:
 def test_a_policy_splits_on_request() -> None:
     model = tiny("phi3", num_attention_heads=4, num_key_value_heads=2, intermediate_size=24)
     policy = {"overrides": [{"role": ["embedding", "head", "norm"], "set": {"route": "adamw"}}]}
-    whole, split = (policy_param_groups(model, policy, auto_split=flag) for flag in (False, True))
+    whole, split = (dmuown.param_groups(model, policy, auto_split=flag) for flag in (False, True))
     assert not any("split_sizes" in group for group in whole)
     assert sorted(group["split_sizes"] for group in split if "split_sizes" in group) == [(24, 24), (32, 16, 16)]
 

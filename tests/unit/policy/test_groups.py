@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+import dmuown
 from dmuown.errors import OptionError, OptionTypeError, ParameterError
-from dmuown.policy.groups import group_route, policy_param_groups
+from dmuown.policy.groups import group_route
 
 
 class Tiny(nn.Module):
@@ -31,7 +32,7 @@ POLICY: dict[str, Any] = {
 def test_policy_drives_groups_without_the_runtime() -> None:
     model = Tiny()
     model.get_parameter("layers.1.1.weight").requires_grad_(False)
-    groups = policy_param_groups(model, POLICY, algorithm="normuon")
+    groups = dmuown.param_groups(model, POLICY, algorithm="normuon")
     assert [(group["dmuon_route"], group["algorithm"], group["param_names"]) for group in groups] == [
         ("muon", "normuon", ["layers.0.1.weight"]),
         (
@@ -48,7 +49,7 @@ def test_policy_drives_groups_without_the_runtime() -> None:
 
 def test_users_groups_are_split_and_keep_their_keys() -> None:
     model = Tiny()
-    groups = policy_param_groups(
+    groups = dmuown.param_groups(
         model,
         POLICY,
         groups=[
@@ -57,11 +58,11 @@ def test_users_groups_are_split_and_keep_their_keys() -> None:
             {"params": list(model.layers[1].named_parameters()), "lr": 0.125},
         ],
     )
-    assert [(group["dmuon_route"], group["algorithm"], group["lr"], len(group["params"])) for group in groups] == [
+    assert [(group["dmuon_route"], group.get("algorithm"), group["lr"], len(group["params"])) for group in groups] == [
         ("muon", "muon", 0.5, 1),
         ("adamw", "adamw", 0.5, 3),
         ("sharded_adamw", "lion", 0.25, 1),
-        ("muon", "muown", 0.125, 1),
+        ("muon", None, 0.125, 1),  # the optimizer's own
         ("adamw", "adamw", 0.125, 3),
     ]
     assert groups[1]["weight_decay"] == 0.1
@@ -73,15 +74,15 @@ def test_users_groups_are_split_and_keep_their_keys() -> None:
     [
         ({"dmuon_route": "adamw"}, "adamw", "adamw"),
         ({"dmuon_optimizer": "sharded_adamw"}, "sharded_adamw", "adamw"),
-        ({"matrix_optimizer": "muon"}, "muon", "muown"),
+        ({"matrix_optimizer": "muon"}, "muon", None),
         ({"matrix_optimizer": "normuon"}, "muon", "normuon"),
         ({"dmuon_route": "muon", "matrix_optimizer": "normuown"}, "muon", "normuown"),
     ],
 )
-def test_group_override(keys: dict[str, str], route: str, algorithm: str) -> None:
+def test_group_override(keys: dict[str, str], route: str, algorithm: str | None) -> None:
     model = Tiny()
-    (group,) = policy_param_groups(model, POLICY, groups=[{"params": [model.embed.weight], **keys}])
-    assert (group["dmuon_route"], group["algorithm"]) == (route, algorithm)
+    (group,) = dmuown.param_groups(model, POLICY, groups=[{"params": [model.embed.weight], **keys}])
+    assert (group["dmuon_route"], group.get("algorithm")) == (route, algorithm)
     assert "dmuon_optimizer" not in group
     assert "matrix_optimizer" not in group
 
@@ -93,18 +94,18 @@ def test_bad_group_overrides() -> None:
     with pytest.raises(OptionError, match=r"dmuon_route and matrix_optimizer: override .* differently"):
         group_route({"dmuon_route": "adamw", "matrix_optimizer": "muon"})
     with pytest.raises(ParameterError, match=r"layers\.0\.0\.weight: is a vector on route 'muon'"):
-        policy_param_groups(model, POLICY, groups=[{"params": model.layers[0].parameters(), "dmuon_route": "muon"}])
+        dmuown.param_groups(model, POLICY, groups=[{"params": model.layers[0].parameters(), "dmuon_route": "muon"}])
     with pytest.raises(OptionTypeError, match="params: must hold tensors, got str"):
-        policy_param_groups(model, POLICY, groups=[{"params": ["embed.weight"]}])
+        dmuown.param_groups(model, POLICY, groups=[{"params": ["embed.weight"]}])
     with pytest.raises(ParameterError, match="appears twice"):
-        policy_param_groups(model, POLICY, groups=[{"params": [model.embed.weight, model.embed.weight]}])
+        dmuown.param_groups(model, POLICY, groups=[{"params": [model.embed.weight, model.embed.weight]}])
 
 
 def test_tied_and_wrapped_parameters_appear_once_under_their_canonical_name() -> None:
     model = Tiny()
     model.lm_head.weight = model.embed.weight
     model.layers[0] = torch.compile(model.layers[0])  # type: ignore[assignment]
-    groups = policy_param_groups(model, POLICY)
+    groups = dmuown.param_groups(model, POLICY)
     names = [name for group in groups for name in group["param_names"]]
     assert len(names) == len(set(names))
     assert "layers.0.1.weight" in names
