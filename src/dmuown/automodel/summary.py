@@ -48,6 +48,16 @@ class RunSummary:
     device: str = "cpu"
     blocks: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def nothing_done(self) -> str:
+        """What to say where the host resumed from a checkpoint that had all steps behind it; else empty."""
+        if self.losses or self.checkpoint is None:
+            return ""
+        return (
+            f"nothing to train: {self.checkpoint} has taken all steps. "
+            "Raise step_scheduler.max_steps or num_epochs, or set another checkpoint.checkpoint_dir"
+        )
+
     def __str__(self) -> str:
         steps = len(self.losses)
         lines = [

@@ -50,6 +50,9 @@ def run(request: Request) -> RunSummary:
     summary: RunSummary = recipe.dmuown_summary
     if _rank() == 0:
         _find_checkpoint(summary, request.checkpoint_dir)
+        if summary.nothing_done:
+            print(f"\n{summary.nothing_done}", flush=True)
+            return summary  # what the finished run wrote stays
         request.checkpoint_dir.mkdir(parents=True, exist_ok=True)
         summary.save(request.checkpoint_dir)
         print(f"\n{summary}", flush=True)

@@ -137,7 +137,7 @@ class MuonEngine(_MuonBase):
         self._complete = True
         self._make_plan()
         rows.initialize(self._plan_now(), self.state)
-        warn_of_narrow_storage(self._records)
+        warn_of_narrow_storage(self._records, self.param_groups)
 
     # ------------------------------------------------------------------ groups and state
 
@@ -189,7 +189,7 @@ class MuonEngine(_MuonBase):
             self._forget(records)
             raise
         rows.initialize(self._plan_now(), self.state, {record.param for record in records})
-        warn_of_narrow_storage(records)
+        warn_of_narrow_storage(records, self.param_groups)
 
     @property
     def records(self) -> list[ParamRecord]:

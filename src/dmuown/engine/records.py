@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -305,18 +305,22 @@ def row_blocks(layout: MatrixLayout, group: Mapping[str, Any], name: str) -> Blo
         raise OptionError(f"{name}: {error.subject}", error.rule, error.remedy) from None
 
 
-def warn_of_narrow_storage(records: Iterable[ParamRecord]) -> None:
-    """Magnitudes learn in steps that 16-bit weights round away; say so once."""
+def warn_of_narrow_storage(records: Iterable[ParamRecord], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Magnitudes learn in steps that 16-bit weights round away, where nothing is done about it; say so once."""
     narrow = [
         record
         for record in records
-        if "magnitude" in record.algorithm.state_spec and record.param.dtype in (torch.bfloat16, torch.float16)
+        if "magnitude" in record.algorithm.state_spec
+        and record.param.dtype in (torch.bfloat16, torch.float16)
+        and MASTER_WEIGHT not in record.state_spec
+        and not groups[record.group_index]["stochastic_rounding"]
     ]
     if narrow:
         logger.warning(
-            "%s and %d other parameters are stored in %s: %s recommends fp32 parameters",
+            "%s%s: stored in %s, which rounds magnitudes away; %s recommends fp32 parameters, master_weights=True or "
+            "stochastic_rounding=True",
             narrow[0].name,
-            len(narrow) - 1,
+            f" and {len(narrow) - 1} others" if len(narrow) > 1 else "",
             narrow[0].param.dtype,
             narrow[0].algorithm.name,
         )

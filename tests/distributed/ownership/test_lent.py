@@ -15,7 +15,7 @@ import dmuown
 from dmuown.diagnostics.traffic import TrafficCounter
 from tests.distributed.harness import RankPool
 from tests.distributed.ownership.models import batch, build, loss_of
-from tests.distributed.ownership.training import dedicated, mesh_of
+from tests.distributed.ownership.training import assert_nothing_but_homes, dedicated, mesh_of
 
 
 class Borrowers(TrafficCounter):
@@ -54,6 +54,7 @@ def _train(rank: int, world_size: int, replicate: int) -> set[str]:
             optimizer.zero_grad()
         with dmuown.gathered(model):
             assert borrowers.kept() == []
+    assert_nothing_but_homes(model)
     return set(borrowers.kinds)
 
 

@@ -72,6 +72,14 @@ def test_the_recipes_differ_in_the_optimizer_alone() -> None:
     assert recipes["muown"] == recipes["muon"] == recipes["adamw"]
 
 
+def test_a_run_that_had_nothing_to_do_says_so() -> None:
+    """A finished run's folder, named again: the host resumes, and takes no step."""
+    assert RunSummary(checkpoint="runs/x/epoch_0_step_9").nothing_done.startswith(
+        "nothing to train: runs/x/epoch_0_step_9 has taken all steps. Raise step_scheduler.max_steps"
+    )
+    assert RunSummary(losses={1: 2.0}, checkpoint="runs/x").nothing_done == RunSummary().nothing_done == ""
+
+
 def test_summary_round_trip_and_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is an extra")
     summary = RunSummary(

@@ -231,11 +231,14 @@ def test_narrow_storage_warns(caplog: pytest.LogCaptureFixture) -> None:
         dmuown.Muown([("w", nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16)))])
         dmuown.Muon([("w", nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16)))])
     assert len(caplog.records) == 1
-    assert "w and 0 other parameters are stored in torch.bfloat16" in caplog.text
+    assert "w: stored in torch.bfloat16, which rounds magnitudes away; muown recommends fp32 parameters" in caplog.text
+    dmuown.Muown([("w", nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16)))], master_weights=True)
+    dmuown.Muown([("w", nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16)))], stochastic_rounding=True)
+    assert len(caplog.records) == 1
     optimizer = dmuown.Muown([("v", nn.Parameter(torch.ones(2, 2)))])
     assert len(caplog.records) == 1
     optimizer.add_param_group({"params": [("late", nn.Parameter(torch.ones(2, 2, dtype=torch.float16)))]})
-    assert "late and 0 other parameters are stored in torch.float16" in caplog.text
+    assert "late: stored in torch.float16" in caplog.text
 
 
 def test_groups_of_another_algorithm_keep_that_algorithms_defaults() -> None:
