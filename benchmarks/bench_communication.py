@@ -26,7 +26,6 @@ from torch.multiprocessing.spawn import spawn
 
 import dmuown
 from dmuown.diagnostics.traffic import TrafficCounter
-from dmuown.policy import policy_param_groups
 
 WIDTH, HIDDEN, VOCABULARY, LAYERS = 256, 704, 4096, 6
 POLICY: dict[str, Any] = {
@@ -93,7 +92,7 @@ def _build(kind: str, shape: tuple[int, ...], reshard: bool) -> tuple[nn.Module,
     for module in (*model.layers, model.embed_tokens, model.norm, model.lm_head):
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-    return model, dmuown.Muown(policy_param_groups(model, POLICY), lr=1e-3), None
+    return model, dmuown.Muown(dmuown.param_groups(model, POLICY), lr=1e-3), None
 
 
 def _mb(size: int) -> str:
