@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dmuown
 from dmuown.engine import planning
@@ -94,7 +96,7 @@ def chunk_sizes(rank: int, world_size: int) -> list[list[int]]:
     gradients = {param: local(param) for param in parameters(optimizer)}
     plan = optimizer.plan
     return [
-        [len(chunk.selected) for chunks in plan.tasks(gradients, optimizer.param_groups, part) for chunk in chunks]
+        [len(chunk.selected) for _, chunks in plan.tasks(gradients, optimizer.param_groups, part) for chunk in chunks]
         for part in plan.parts
     ]
 
@@ -102,3 +104,27 @@ def chunk_sizes(rank: int, world_size: int) -> list[list[int]]:
 def test_ranks_split_buckets_alike(ranks4: RankPool) -> None:
     """Invariant 2: three experts on two places are two and one; a task of two matrices is one parameter on both."""
     assert ranks4.run(chunk_sizes) == [[[1] * 3 * len(MATRIX_ALGORITHMS)]] * 4
+
+
+def replicas_of_many_teams(rank: int, world_size: int) -> list[Tensor]:
+    """Experts that ranks divide, beside a router that all of them have, of shapes that could be joined."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(5, 7, 9, generator=generator), torch.randn(7, 9, generator=generator)]
+    params = [
+        torch.nn.Parameter(distribute_tensor(weight, mesh, [placement]))
+        for weight, placement in zip(weights, (Shard(0), Replicate()), strict=True)
+    ]
+    optimizer = dmuown.Muon(params, lr=0.1, scheme="gram", ns_dtype=torch.bfloat16)
+    for step in range(8):
+        for index, param in enumerate(params):
+            grad = torch.randn(weights[index].shape, generator=torch.Generator().manual_seed(10 * step + index))
+            param.grad = distribute_tensor(grad, mesh, [Shard(0) if index == 0 else Replicate()])
+        optimizer.step()
+    return [local(params[1])]
+
+
+def test_replicas_in_several_teams_stay_equal_to_the_bit(ranks4: RankPool) -> None:
+    """Each team has a batch of its own: joined with what only some ranks have, rounding would part them."""
+    (first,), *others = ranks4.run(replicas_of_many_teams)
+    assert all(torch.equal(first, other) for (other,) in others)

@@ -184,3 +184,20 @@ def test_tensor_parallel_owners_report_what_one_process_does(ranks4: RankPool) -
     whole, _, _ = measured(layers=True)
     for found in ranks4.run(_owned):
         assert found == pytest.approx(whole, rel=1e-3)
+
+
+def _replicated(rank: int, world_size: int) -> dict[str, float]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    weight = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    param = nn.Parameter(distribute_tensor(weight, mesh, [Replicate()]))
+    optimizer = dmuown.Muown([("w", param)], lr=0.02)
+    monitor = HealthMonitor([optimizer])
+    param.grad = distribute_tensor(torch.ones_like(weight), mesh, [Replicate()])
+    optimizer.step()
+    return monitor.collect()
+
+
+def test_teams_of_replicas_count_a_matrix_once(ranks4: RankPool) -> None:
+    """Each team orthogonalizes it."""
+    for found in ranks4.run(_replicated):
+        assert found["dmuown/orthogonalized"] == 1

@@ -111,8 +111,12 @@ class HealthMonitor:
         parts = [results]
         if len(bucket.blocks) > 1:
             parts = [results[:, torch.tensor(list(row_indices(block)))] for block in bucket.blocks]
-        # An exchange orthogonalizes every matrix once; without one, whoever has a copy does.
-        copies = self._copies(bucket.params[0], bucket.params[0]) if bucket.layout.mesh is None else 1
+        # An exchange orthogonalizes every matrix once in each team of replicas; without one, whoever has a copy does.
+        mesh, copies = bucket.layout.mesh, 1
+        if mesh is None:
+            copies = self._copies(bucket.params[0], bucket.params[0])
+        elif bucket.owners.team:
+            copies = math.prod(mesh.size(dim) for dim in bucket.layout.replicate_dims) // len(bucket.owners.team)
         for part in parts:
             part = part.float()
             if part.shape[-2] > part.shape[-1]:

@@ -93,6 +93,8 @@ def orthogonalize(
     units = [matrix[b] for matrix in momentum for b in range(per_param)]
     if not bucket.exchanges:
         whole = yield from _orthogonalize_whole(bucket, *_stack(units, dtype, disposable))
+        if bucket.layout.replicate_dims:
+            yield None  # in other places of the mesh, replicas may gather
         return _by_parameter(whole, momentum) if units else [_nothing(bucket, matrix) for matrix in momentum]
     places = bucket.places(first, len(momentum))
     mine = [unit for unit, place in enumerate(places) if place.replica == bucket.replica_rank]
@@ -103,6 +105,8 @@ def orthogonalize(
         shards = yield from _through_owners(bucket, units, places, mine, dtype, count)
     if bucket.replica_group is not None:
         shards = yield from _share_with_replicas(bucket, shards, places, momentum[0], count)
+    elif bucket.layout.replicate_dims:
+        yield None
     if not units:
         return [_nothing(bucket, matrix) for matrix in momentum]
     return [

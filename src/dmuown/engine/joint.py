@@ -7,6 +7,7 @@ each matrix gets what it would get alone, to rounding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from dmuown.orthogonalize import orthogonalize_blocks
+from dmuown.orthogonalize import orthogonalize_blocks, select_backend
 
 if TYPE_CHECKING:
     from dmuown.engine.exchange import ExchangeCount
@@ -60,9 +61,24 @@ Asking = Generator[Whole | None, None, T]
 
 @dataclass(frozen=True)
 class Joint:
-    """Buckets that are updated together: one or several."""
+    """Buckets that are updated together.
+
+    Attributes:
+        buckets: One or several.
+        rows: Rows of their common shape, the shorter side. On every rank and in every step the same, whoever has a
+            matrix or a gradient: what a matrix gets does not depend on its neighbours.
+        columns: Columns of it.
+    """
 
     buckets: tuple[Bucket, ...]
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, buckets: Sequence[Bucket]) -> Joint:
+        """Those buckets, with the smallest shape that holds all of them."""
+        sides = [_wide(bucket) for bucket in buckets]
+        return cls(tuple(buckets), max(rows for rows, _ in sides), max(columns for _, columns in sides))
 
 
 def _wide(bucket: Bucket) -> tuple[int, int]:
@@ -85,7 +101,13 @@ def join(buckets: Sequence[Bucket], kinds: Sequence[str | None]) -> list[Joint]:
     waiting: dict[Any, list[Bucket]] = {}
     for bucket, kind in zip(buckets, kinds, strict=True):
         small = _flops(bucket, *_wide(bucket)) < _SMALL_FLOPS.get(bucket.device.type, 0.0) and not bucket.is_empty
-        if kind is None or not small or bucket.blocks or bucket.orthogonalizer.function is not None:
+        if (
+            kind is None
+            or not small
+            or bucket.blocks
+            or bucket.orthogonalizer.function is not None
+            or _replicas(bucket) > 2
+        ):
             joints.append([bucket])
         else:
             # Reductions of an algorithm over a cut axis, and an all-to-all, come before a task asks.
@@ -93,8 +115,22 @@ def join(buckets: Sequence[Bucket], kinds: Sequence[str | None]) -> list[Joint]:
             waiting.setdefault((bucket.device, bucket.orthogonalizer, moment), []).append(bucket)
     for fitting in waiting.values():
         joints += _group(sorted(fitting, key=_wide))
-    found = [Joint(tuple(sorted(joint, key=lambda bucket: order[id(bucket)]))) for joint in joints]
+    found = [Joint.of(sorted(joint, key=lambda bucket: order[id(bucket)])) for joint in joints]
     return sorted(found, key=lambda joint: order[id(joint.buckets[0])])
+
+
+def _replicas(bucket: Bucket) -> int:
+    """Replicas that may be in several teams, each with a batch of its own, in which rounding could part them."""
+    mesh = bucket.layout.mesh
+    return 1 if mesh is None else math.prod(mesh.size(dim) for dim in bucket.layout.replicate_dims)
+
+
+def _form(bucket: Bucket, rows: int, columns: int) -> str:
+    """Whether matrices of a shape are iterated on themselves or on their Gram matrix, which rounds otherwise."""
+    orthogonalizer = bucket.orthogonalizer
+    shape = (len(bucket.params), rows, columns)
+    ops = select_backend(orthogonalizer.backend, bucket.device, orthogonalizer.dtype, shape)
+    return orthogonalizer.chosen_form(rows, columns, ops)
 
 
 def _flops(bucket: Bucket, rows: int, columns: int) -> float:
@@ -116,26 +152,30 @@ def _group(buckets: Sequence[Bucket]) -> list[list[Bucket]]:
 
 
 def _worthwhile(buckets: Sequence[Bucket]) -> bool:
-    sides, device = [_wide(bucket) for bucket in buckets], buckets[0].device.type
-    rows, columns = max(rows for rows, _ in sides), max(columns for _, columns in sides)
+    joint, device = Joint.of(buckets), buckets[0].device.type
     own = sum(_flops(bucket, *_wide(bucket)) for bucket in buckets)
-    padded = sum(_flops(bucket, rows, columns) for bucket in buckets)
-    return padded <= _MOST_PADDING[device] * own and padded <= len(buckets) * _SMALL_FLOPS[device]
+    padded = sum(_flops(bucket, joint.rows, joint.columns) for bucket in buckets)
+    if padded > _MOST_PADDING[device] * own or padded > len(buckets) * _SMALL_FLOPS[device]:
+        return False
+    return (
+        len({_form(bucket, *_wide(bucket)) for bucket in buckets} | {_form(buckets[0], joint.rows, joint.columns)}) == 1
+    )
 
 
-def run(works: Sequence[Asking[None]], count: ExchangeCount) -> Generator[None, None, None]:
+def run(joint: Joint, works: Sequence[Asking[None]], count: ExchangeCount) -> Generator[None, None, None]:
     """Run tasks side by side, and do together what they ask for at the same time.
 
     Args:
-        works: Of one joint. On every rank they yield and ask equally often, so that their collectives come in the
-            same order.
+        joint: Their buckets.
+        works: One a bucket, or part of one. On every rank they yield and ask equally often, so that their
+            collectives come in the same order.
         count: Counters to add to.
     """
     live = list(works)
     while live:
         stopped = [(work, asked) for work in live for asked in _advance(work)]
         live = [work for work, _ in stopped]
-        _answer([asked for _, asked in stopped if asked is not None], count)
+        _answer(joint, [asked for _, asked in stopped if asked is not None], count)
         if any(asked is None for _, asked in stopped):
             yield
 
@@ -143,14 +183,16 @@ def run(works: Sequence[Asking[None]], count: ExchangeCount) -> Generator[None, 
 def _advance(work: Asking[None]) -> list[Whole | None]:
     """Run a task until it waits or asks: [None] or [what it asks for]; [] where it ends."""
     try:
-        return [next(work)]
+        stopped = next(work)
     except StopIteration:
         return []
+    # A phase of a third party may yield anything while it waits, such as the handle of its collective.
+    return [stopped if isinstance(stopped, Whole) else None]
 
 
-def _answer(asked: Sequence[Whole], count: ExchangeCount) -> None:
+def _answer(joint: Joint, asked: Sequence[Whole], count: ExchangeCount) -> None:
     given = [one for one in asked if one.matrices is not None]
-    results = _padded(given) if len(given) > 1 else [_alone(one) for one in given]
+    results = _padded(joint, given) if given and len(joint.buckets) > 1 else [_alone(one) for one in given]
     for one in asked:
         if one.matrices is None:
             one.result = torch.empty(0)
@@ -170,15 +212,10 @@ def _alone(asked: Whole) -> Tensor:
     return result.to(bucket.orthogonalizer.dtype)
 
 
-def _padded(asked: Sequence[Whole]) -> list[Tensor]:
+def _padded(joint: Joint, asked: Sequence[Whole]) -> list[Tensor]:
     """The same for matrices of unlike shapes: views of one result."""
     given = [one.matrices for one in asked if one.matrices is not None]
-    sides = [sorted(matrices.shape[1:]) for matrices in given]
-    size = (
-        sum(len(matrices) for matrices in given),
-        max(rows for rows, _ in sides),
-        max(columns for _, columns in sides),
-    )
+    size = sum(len(matrices) for matrices in given), joint.rows, joint.columns
     batch = torch.zeros(size, dtype=given[0].dtype, device=given[0].device)
     counts = [len(matrices) for matrices in given]
     for place, matrices in zip(batch.split(counts), given, strict=True):

@@ -291,8 +291,8 @@ class MuonEngine(_MuonBase):
 
     def _create_ortho_tasks(self, param_groups: list[dict[str, Any]]) -> Generator[AsyncTask, None, None]:
         """Tasks of the matrix groups (hook of Dion's main): buckets by falling cost."""
-        for chunks in self._plan_now().tasks(self._gradients, param_groups, self._part):
-            yield self._task(joint.run([self._update_matrices(chunk) for chunk in chunks], self.exchange_count))
+        for part, chunks in self._plan_now().tasks(self._gradients, param_groups, self._part):
+            yield self._task(joint.run(part, [self._update_matrices(chunk) for chunk in chunks], self.exchange_count))
 
     def _create_muon_tasks(
         self, param_groups: list[dict[str, Any]], algo_name: str = "muon"

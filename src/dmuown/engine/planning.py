@@ -182,12 +182,13 @@ class Plan:
 
     def tasks(
         self, gradients: Mapping[Tensor, Tensor], groups: Sequence[dict[str, Any]], part: Sequence[Joint]
-    ) -> Iterator[list[Chunk]]:
+    ) -> Iterator[tuple[Joint, list[Chunk]]]:
         """What is updated in one task each: a joint's chunks together, or one by one where a group bounds them."""
         for joint in part:
             chunks = self.chunks(gradients, groups, joint)
             bounded = any(matrices_at_once(groups[bucket.group_index]) is not None for bucket in joint.buckets)
-            yield from [[chunk] for chunk in chunks] if bounded else [chunks] if chunks else []
+            for together in [[chunk] for chunk in chunks] if bounded else [chunks] if chunks else []:
+                yield joint, together
 
     def splits(self, bucket: Bucket, group: Mapping[str, Any], stepping: Sequence[int]) -> list[list[int]]:
         """Split the stepping parameters of a bucket by its group's `batch_size`, alike on all ranks of its mesh."""

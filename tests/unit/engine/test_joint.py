@@ -140,23 +140,45 @@ def test_buckets_of_unlike_orthogonalizers_algorithms_and_moments_stay_apart() -
     assert all(len({bucket.group_index for bucket in one.buckets}) == 1 for one in found)
 
 
-def test_a_matrix_that_steps_alone_is_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[tuple[int, ...]] = []
-    real = Orthogonalizer.__call__
+def test_what_a_matrix_gets_does_not_depend_on_its_neighbours_gradients() -> None:
+    shapes = ((12, 20), (11, 19), (11, 18))
+    results = []
+    for stepping in ((1,), (1, 2), (0, 1, 2)):
+        generator = torch.Generator().manual_seed(1)
+        params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+        optimizer = dmuown.Muon(params, ns_dtype=torch.float32)
+        assert len(joints(optimizer)) == 1
+        for index in stepping:
+            params[index].grad = torch.randn(shapes[index], generator=torch.Generator().manual_seed(index))
+        optimizer.step()
+        results.append(params[1].detach())
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=1e-6, atol=1e-7)
 
-    def counted(self: Orthogonalizer, x: Tensor, **options: bool) -> Tensor:
-        sizes.append(tuple(x.shape))
-        return real(self, x, **options)
 
-    monkeypatch.setattr(Orthogonalizer, "__call__", counted)
-    params = [torch.nn.Parameter(torch.randn(shape)) for shape in ((12, 20), (11, 19), (10, 20))]
-    optimizer = dmuown.Muon(params, ns_dtype=torch.float32)
-    assert len(joints(optimizer)) == 1
-    params[1].grad = torch.randn(11, 19)
-    optimizer.step()
-    params[2].grad = torch.randn(10, 20)
-    optimizer.step()
-    assert sizes == [(1, 11, 19), (2, 11, 20)]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_padding_changes_no_form(dtype: torch.dtype) -> None:
+    """A square matrix beside a rectangular one would be iterated on its Gram matrix, which squares its condition."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((64, 64), (60, 70))
+    results = []
+    for bound in (None, 100):
+        params = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+        optimizer = dmuown.Muon(params, scheme="gram", ns_dtype=dtype, batch_size=bound, lr=1.0, weight_decay=0.0)
+        generator.manual_seed(1)
+        for param in params:
+            u, _, v = torch.linalg.svd(torch.randn(param.shape, generator=generator), full_matrices=False)
+            param.grad = u @ torch.diag(torch.logspace(0, -3, len(v))) @ v
+        optimizer.step()
+        results.append(params[0].detach())
+    assert float((results[0] - results[1]).norm() / results[1].norm()) < 1e-5
+
+
+def test_a_phase_may_yield_what_it_waits_for() -> None:
+    def work() -> Generator[Any, None, None]:
+        yield object()
+
+    assert len(list(joint.run(Joint((), 0, 0), [work()], ExchangeCount()))) == 1
 
 
 def test_a_bound_set_later_holds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +223,7 @@ def test_tasks_that_wait_and_tasks_that_ask_keep_in_step() -> None:
         yield None
 
     first, second = found.buckets[:2]
-    task = joint.run([work("one", first, 1), work("two", second, 1)], ExchangeCount())
+    task = joint.run(found, [work("one", first, 1), work("two", second, 1)], ExchangeCount())
     shapes = [(1, bucket.layout.m, bucket.layout.n) for bucket in (first, second)]
     next(task)
     assert log == ["one waits", "two waits"]
@@ -228,5 +250,5 @@ def test_what_was_asked_for_is_let_go() -> None:
         del result
         alive.append(taken() is not None)
 
-    list(joint.run([work()], ExchangeCount()))
+    list(joint.run(found, [work()], ExchangeCount()))
     assert alive == [False, False]
