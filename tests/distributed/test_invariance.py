@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dmuown
-from dmuown.engine import planning
-from tests.distributed.harness import RankPool
+from dmuown.engine import joint, planning
+from tests.distributed.harness import RankPool, run_ranks
 from tests.distributed.sharding import MATRIX_ALGORITHMS, Layout, Run, local, parameters
 from tests.distributed.test_layouts import GRID, LINE, on
 
@@ -109,22 +110,52 @@ def test_ranks_split_buckets_alike(ranks4: RankPool) -> None:
 def replicas_of_many_teams(rank: int, world_size: int) -> list[Tensor]:
     """Experts that ranks divide, beside a router that all of them have, of shapes that could be joined."""
     mesh = init_device_mesh("cpu", (world_size,))
-    generator = torch.Generator().manual_seed(1)
-    weights = [torch.randn(5, 7, 9, generator=generator), torch.randn(7, 9, generator=generator)]
-    params = [
-        torch.nn.Parameter(distribute_tensor(weight, mesh, [placement]))
-        for weight, placement in zip(weights, (Shard(0), Replicate()), strict=True)
-    ]
-    optimizer = dmuown.Muon(params, lr=0.1, scheme="gram", ns_dtype=torch.bfloat16)
-    for step in range(8):
-        for index, param in enumerate(params):
-            grad = torch.randn(weights[index].shape, generator=torch.Generator().manual_seed(10 * step + index))
-            param.grad = distribute_tensor(grad, mesh, [Shard(0) if index == 0 else Replicate()])
-        optimizer.step()
-    return [local(params[1])]
+    routers = []
+    for shape in ((31, 33), (15, 17), (33, 47), (7, 9)):
+        generator = torch.Generator().manual_seed(1)
+        laid_out = [((5, *shape), Shard(0)), (shape, Replicate())]
+
+        def drawn(size: tuple[int, ...], placement: Any, generator: torch.Generator = generator) -> Tensor:
+            whole = torch.randn(size, generator=generator, dtype=torch.float64)
+            return distribute_tensor(whole, mesh, [placement])
+
+        params = [torch.nn.Parameter(drawn(size, placement)) for size, placement in laid_out]
+        optimizer = dmuown.Muon(params, lr=0.1, ns_dtype=torch.float64)
+        for _ in range(5):
+            for param, (size, placement) in zip(params, laid_out, strict=True):
+                param.grad = drawn(size, placement)
+            optimizer.step()
+        routers.append(local(params[1]))
+    return routers
 
 
 def test_replicas_in_several_teams_stay_equal_to_the_bit(ranks4: RankPool) -> None:
     """Each team has a batch of its own: joined with what only some ranks have, rounding would part them."""
-    (first,), *others = ranks4.run(replicas_of_many_teams)
-    assert all(torch.equal(first, other) for (other,) in others)
+    first, *others = ranks4.run(replicas_of_many_teams)
+    for other in others:
+        assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
+
+
+def yields_of_a_step(rank: int, world_size: int) -> list[int]:
+    """Of each task, on three replicas of two shards: two experts make a team of three, one expert makes none."""
+    mesh = init_device_mesh("cpu", (3, 2))
+    experts = torch.nn.Parameter(distribute_tensor(torch.ones(3, 12, 20), mesh, [Replicate(), Shard(0)]))
+    experts.grad = distribute_tensor(torch.ones(3, 12, 20), mesh, [Replicate(), Shard(0)])
+    optimizer = dmuown.Muon([("experts", experts)])
+    counts = []
+    real = joint.run
+
+    def counted(*arguments: Any) -> Generator[None, None, None]:
+        counts.append(0)
+        for _ in real(*arguments):
+            counts[-1] += 1
+            yield
+
+    joint.run = counted  # type: ignore[assignment]
+    optimizer.step()
+    return counts
+
+
+def test_tasks_yield_alike_where_teams_differ_along_a_mesh() -> None:
+    """Yields decide how tasks interleave, and so the order of collectives that all ranks of a mesh share."""
+    assert run_ranks(6, yields_of_a_step) == [[1]] * 6

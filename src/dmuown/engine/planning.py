@@ -216,7 +216,7 @@ class Plan:
     @property
     def tasks_in_flight(self) -> int:
         """Tasks at once: one while a graph records, if collectives of unlike groups would be its branches."""
-        return 1 if self.communicators > 1 and is_recording() else MAX_CONCURRENT_TASKS
+        return 1 if is_recording() and self.communicators > 1 else MAX_CONCURRENT_TASKS
 
     def elementwise(self, groups: Sequence[dict[str, Any]]) -> Iterator[tuple[list[ParamRecord], dict[str, Any]]]:
         """Elementwise parameters by group, device and dtype, which is what fused kernels take at once."""

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dmuown.policy.groups import param_groups, split_groups_by_route
-    from dmuown.policy.groups import policy_param_groups as policy_param_groups  # internal
     from dmuown.policy.resolve import ResolvedRoute, resolve_routes
     from dmuown.policy.schema import ParamPolicy
 
@@ -35,7 +34,6 @@ _HOMES = {
     "ResolvedRoute": "dmuown.policy.resolve",
     "resolve_routes": "dmuown.policy.resolve",
     "param_groups": "dmuown.policy.groups",
-    "policy_param_groups": "dmuown.policy.groups",
     "split_groups_by_route": "dmuown.policy.groups",
 }
 

@@ -105,22 +105,6 @@ def param_groups(
     return found
 
 
-def policy_param_groups(
-    model: nn.Module,
-    policy: ParamPolicy | Mapping[str, Any] | str | None,
-    *,
-    algorithm: str = "muown",
-    groups: Iterable[Mapping[str, Any]] | None = None,
-    auto_split: bool = False,
-    per_head: bool = False,
-) -> list[dict[str, Any]]:
-    """Internal, for comparisons of a policy that may be None; users call `param_groups`.
-
-    Here None leaves everything on route `muon`, and a model without configs may be given to `auto_split`.
-    """
-    return _routed_groups(model, policy, {}, algorithm, groups, auto_split, per_head)
-
-
 def _routed_groups(
     model: nn.Module,
     policy: ParamPolicy | Mapping[str, Any] | str | None,
