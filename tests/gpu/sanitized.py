@@ -9,12 +9,15 @@ Without torch's cache every tensor is an allocation of its own, so that a read p
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import torch
 
 import dmuown
+from dmuown.kernels import chain, table
 from dmuown.kernels.normalize import normalize
 from dmuown.kernels.products import multiply
+from dmuown.orthogonalize.stages import count_places, plan_stages
 
 SIZES = ((2, 136, 200), (3, 72, 40), (1, 256, 512), (2, 33, 17))
 
@@ -27,8 +30,27 @@ def products() -> None:
         polynomial = multiply(gram, gram, c=gram, alpha=0.5, beta=2.0, symmetric=True)
         multiply(polynomial, x, c=x, beta=1.5)
         multiply(polynomial, x.mT.contiguous().mT)
+        multiply(gram, gram.mT, c=gram, alpha=0.5, beta=2.0, shift=3.0, symmetric=True)
         normalize(x, torch.float16, factor=1.0, epsilon=1e-7, clamp=False)
         normalize(x.mT, torch.bfloat16, factor=1.0, epsilon=1e-7, clamp=True, overwrite=True)
+
+
+def _always(shape: table.ChainShape, batch: int, m: int, stages: int) -> table.ChainShape:
+    return shape
+
+
+def chains() -> None:
+    """Runs of one to three steps, on both tiles."""
+    triples = [(3.4445, -4.775, 2.0315)] * 3
+    for shape in (table._CHAIN_TURNS, table._CHAIN_WIDE, table._CHAIN_TURNS._replace(with_gram=False)):
+        table.chain_shape = partial(_always, shape)
+        for batch, m, n in ((2, 136, 200), (3, 72, 80), (1, 384, 512)):
+            x = torch.randn(batch, m, n, device="cuda", dtype=torch.float16) / (m * n) ** 0.5
+            for steps_in_run in (1, 2, 3):
+                stages = plan_stages(triples[:steps_in_run])
+                places = torch.empty(count_places(stages), batch, m, m, device="cuda", dtype=torch.float16)
+                if not chain.run(x, places, stages):
+                    raise RuntimeError("the chain kernel did not run")
 
 
 def steps(kind: str) -> None:
@@ -47,8 +69,9 @@ def steps(kind: str) -> None:
 
 def main() -> None:
     """Run what is named, or all."""
-    for name in sys.argv[1:] or ["products", "Muown", "Muon", "NorMuon", "NorMuown", "AngularMuown"]:
-        products() if name == "products" else steps(name)
+    parts = {"products": products, "chains": chains}
+    for name in sys.argv[1:] or [*parts, "Muown", "Muon", "NorMuon", "NorMuown", "AngularMuown"]:
+        parts.get(name, partial(steps, name))()
         torch.cuda.synchronize()
         print(name, "done", flush=True)
 

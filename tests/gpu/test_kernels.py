@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ from torch import Tensor, nn
 import dmuown
 from dmuown.algorithms import fused
 from dmuown.errors import GradientError
+from dmuown.kernels import chain, table, triton_operations
 from dmuown.orthogonalize import Orthogonalizer
+from dmuown.orthogonalize.backends import TORCH, run_one_by_one
+from dmuown.orthogonalize.stages import Stage, count_places, plan_stages
 
 pytestmark = pytest.mark.gpu
 
@@ -66,15 +70,18 @@ def test_products(kind: str, dtype: torch.dtype) -> None:
         a, b, c, symmetric = operands(kind, size, dtype)
         out = torch.empty_like(b) if not symmetric else torch.empty_like(a @ b)
         out.fill_(float("nan"))
-        multiply(a, b, c=c, alpha=0.5, beta=0.25, symmetric=symmetric, out=out)
+        shift = 1.5 if kind == "polynomial" else 0.0
+        multiply(a, b, c=c, alpha=0.5, beta=0.25, shift=shift, symmetric=symmetric, out=out)
         reference = 0.5 * a.double() @ b.double()
         if c is not None:
             reference += 0.25 * c.double()
+        if shift:
+            reference += shift * torch.eye(a.shape[1], device="cuda").double()
         assert error(out, reference) < TOLERANCE[dtype], size
         if symmetric:
             assert torch.equal(out, out.mT), size
         again = torch.empty_like(out)
-        multiply(a, b, c=c, alpha=0.5, beta=0.25, symmetric=symmetric, out=again)
+        multiply(a, b, c=c, alpha=0.5, beta=0.25, shift=shift, symmetric=symmetric, out=again)
         assert torch.equal(out, again), size
 
 
@@ -88,6 +95,103 @@ def test_a_non_finite_matrix_leaves_its_neighbours_alone(dtype: torch.dtype) -> 
         spoilt = orthogonalizer(x)
         assert torch.equal(clean[[0, 1, 3]], spoilt[[0, 1, 3]])
         assert not spoilt[2].isfinite().all()
+
+
+CHAINS = [(1, 8, 24), (2, 136, 1000), (2, 384, 384), (5, 200, 264), (16, 1024, 2048), (1, 2048, 4096), (3, 2056, 2064)]
+CHAIN_SHAPES = {
+    "turns": table._CHAIN_TURNS,
+    "turns, gram apart": table._CHAIN_TURNS._replace(with_gram=False),
+    "wide": table._CHAIN_WIDE,
+}
+
+
+def unit(batch: int, m: int, n: int, dtype: torch.dtype, tall: bool = False) -> Tensor:
+    """Matrices of norm 1, wide, stored by rows or by columns."""
+    generator = torch.Generator(device="cuda").manual_seed(2)
+    x = torch.randn((batch, n, m) if tall else (batch, m, n), device="cuda", generator=generator)
+    x = x / x.norm(dim=(1, 2), keepdim=True)
+    return (x.mT if tall else x).to(dtype)
+
+
+def make_stages(x: Tensor, steps: int, run: Callable[[Tensor, Tensor, list[Stage]], object]) -> Tensor:
+    """Q of a run of so many steps; everything that nobody writes is NaN."""
+    triples = Orthogonalizer(scheme="newton_schulz", coefficients="keller").table.for_steps(steps)
+    stages = plan_stages(triples)
+    batch, m, _ = x.shape
+    places = torch.full((count_places(stages), batch, m, m), float("nan"), dtype=x.dtype, device="cuda")
+    run(x, places, stages)
+    return places[stages[-1].out]
+
+
+@pytest.mark.parametrize("shape", CHAIN_SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("tall", [False, True], ids=["rows", "columns"])
+def test_chains_equal_a_kernel_for_each_stage(
+    tall: bool, dtype: torch.dtype, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one_by_one(x: Tensor, places: Tensor, stages: list[Stage]) -> None:
+        run_one_by_one(triton_operations.operations(), x, places, stages)
+
+    def exactly(x: Tensor, places: Tensor, stages: list[Stage]) -> None:
+        run_one_by_one(TORCH, x, places, stages)
+
+    monkeypatch.setattr(table, "chain_shape", lambda batch, m, stages: CHAIN_SHAPES[shape])
+    for size in CHAINS:
+        x = unit(*size, dtype, tall)
+        for steps in (1, 2, 3):
+            chained = make_stages(x, steps, chain.run)
+            exact = make_stages(x.double(), steps, exactly)
+            assert error(chained, exact) < 1.3 * error(make_stages(x, steps, one_by_one), exact) + 1e-5, (size, steps)
+            assert torch.equal(chained, make_stages(x, steps, chain.run)), (size, steps)
+
+
+@pytest.mark.parametrize("shape", CHAIN_SHAPES)
+def test_chains_on_two_streams_share_a_card(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither has all its programs on the card at once; a tile must not wait for a program that cannot start."""
+    monkeypatch.setattr(table, "chain_shape", lambda batch, m, stages: CHAIN_SHAPES[shape])
+    xs = [unit(4, 1024, 1536, torch.float16), unit(40, 256, 512, torch.float16)]
+    alone = [make_stages(x, 3, chain.run) for x in xs]
+    streams = [torch.cuda.Stream() for _ in xs]
+    together: list[Tensor] = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        together = []
+        for x, stream in zip(xs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                together.append(make_stages(x, 3, chain.run))
+    torch.cuda.synchronize()
+    for value, reference in zip(together, alone, strict=True):
+        assert torch.equal(value, reference)
+
+
+@pytest.mark.parametrize("shape", CHAIN_SHAPES)
+def test_a_non_finite_matrix_does_not_leave_its_place_in_a_chain(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "chain_shape", lambda batch, m, stages: CHAIN_SHAPES[shape])
+    x = unit(4, 200, 328, torch.float16)
+    clean = make_stages(x, 3, chain.run)
+    x[2, 3, 5] = float("inf")
+    spoilt = make_stages(x, 3, chain.run)
+    assert torch.equal(clean[[0, 1, 3]], spoilt[[0, 1, 3]])
+    assert not spoilt[2].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [(1, 64, 64), (7, 33, 17), (40, 512, 640), (3, 4096, 2048)])
+def test_normalize(size: tuple[int, int, int], dtype: torch.dtype) -> None:
+    from dmuown.kernels.normalize import normalize
+
+    x = (torch.randn(*size, device="cuda") * torch.logspace(-2, 2, size[0], device="cuda")[:, None, None]).to(dtype)
+    x[0, 0, 0] = float("nan")
+    exact = x.double() / (x.double().norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for turned in (False, True):
+        given = x.mT if turned else x
+        result = normalize(given, torch.float16, factor=1.0, epsilon=1e-7, clamp=False)
+        assert result is not None
+        assert error(result[1:], (exact.mT if turned else exact)[1:]) < 1e-3 if size[0] > 1 else True
+        assert result[0].isnan().all()
+        again = normalize(given, torch.float16, factor=1.0, epsilon=1e-7, clamp=False)
+        assert again is not None
+        assert torch.equal(result[1:], again[1:])
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e3])

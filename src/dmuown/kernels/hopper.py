@@ -1,6 +1,6 @@
 """Products of batched 16-bit matrices on Hopper: a persistent, warp-specialised Gluon kernel.
 
-    out[b] = alpha * A[b] @ B[b] + beta * C[b]
+    out[b] = alpha * A[b] @ B[b] + beta * C[b] + shift * I
 
 One producer warp keeps a ring of shared-memory stages full through the bulk copy engine (TMA); one or two
 warpgroups multiply with `wgmma` and hand the finished tile back to the copy engine, while the producer already
@@ -37,7 +37,7 @@ thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barr
 
 # fmt: off
 @gluon.jit
-def _tile_of(
+def tile_of(
     tile, batches, tiles_m, tiles_n, tiles_per_matrix, SYMMETRIC: gl.constexpr, RATIO: gl.constexpr, GROUP: gl.constexpr
 ):
     """(matrix, row tile, column tile) of a linear tile number.
@@ -97,7 +97,7 @@ def _produce(
     slot = 0
     count = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        batch, row, column = _tile_of(tile, batches, tiles_m, tiles_n, tiles_per_matrix, SYMMETRIC, RATIO, GROUP)
+        batch, row, column = tile_of(tile, batches, tiles_m, tiles_n, tiles_per_matrix, SYMMETRIC, RATIO, GROUP)
         m0 = row * BLOCK_M
         n0 = column * BLOCK_N
         for k in range(k_tiles):
@@ -152,7 +152,7 @@ def _issue(
 
 
 @gluon.jit
-def _multiply(
+def multiply_tile(
     a_bufs, b_bufs, full, empty, c_free, turn, slot, k_tiles, count, WHO: gl.constexpr,
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, HAS_C: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
@@ -200,7 +200,17 @@ def _multiply(
 
 
 @gluon.jit
-def _store(value, out_desc, mirror_desc, out_buf, mirror_buf, batch, m0, n0, n, SYMMETRIC: gl.constexpr):
+def add_identity(value, shift, m0, n0):
+    """Add `shift` to what lies on the diagonal of a half tile whose first row and column are m0 and n0."""
+    if n0 < m0 + value.shape[0] and m0 < n0 + value.shape[1]:
+        rows = gl.arange(0, value.shape[0], layout=gl.SliceLayout(1, value.type.layout))
+        columns = gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, value.type.layout))
+        value = gl.where(m0 + rows[:, None] == n0 + columns[None, :], value + shift, value)
+    return value
+
+
+@gluon.jit
+def store_half(value, out_desc, mirror_desc, out_buf, mirror_buf, batch, m0, n0, n, SYMMETRIC: gl.constexpr):
     """Write one half tile: as it is and, where it lies below the diagonal, transposed on the other side."""
     SHAPE_M: gl.constexpr = value.shape[0]
     SHAPE_N: gl.constexpr = value.shape[1]
@@ -227,7 +237,7 @@ def _store(value, out_desc, mirror_desc, out_buf, mirror_buf, batch, m0, n0, n, 
 @gluon.jit
 def _consume(
     out_desc, mirror_desc, a_bufs, b_bufs, out_bufs, mirror_bufs, full, empty, c_full, c_free, turn,
-    alpha, beta, batches, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles, n, WHO: gl.constexpr,
+    alpha, beta, shift, batches, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles, n, WHO: gl.constexpr,
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, HAS_C: gl.constexpr, SYMMETRIC: gl.constexpr,
     RATIO: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SWIZZLED: gl.constexpr, WARPS: gl.constexpr,
@@ -244,12 +254,12 @@ def _consume(
     count = 0
     step = gl.num_programs(0)
     for tile in range(gl.program_id(0) + WHO * step, tiles, CONSUMERS * step):
-        batch, row, column = _tile_of(tile, batches, tiles_m, tiles_n, tiles_per_matrix, SYMMETRIC, RATIO, GROUP)
+        batch, row, column = tile_of(tile, batches, tiles_m, tiles_n, tiles_per_matrix, SYMMETRIC, RATIO, GROUP)
         m0 = row * BLOCK_M
         n0 = column * BLOCK_N
         if SYMMETRIC and RATIO > 1 and n0 + HALF >= m0 + BLOCK_M:
             # The right half lies above the diagonal: somebody else mirrors it.
-            left = _multiply(
+            left = multiply_tile(
                 a_bufs, b_bufs, full, empty, c_free.index(WHO), turn, slot, k_tiles, count, WHO, A_K_MAJOR, B_K_MAJOR,
                 HAS_C, BLOCK_M, BLOCK_N, BLOCK_K, HALF, STAGES, CONSUMERS, WARPS,
             )
@@ -257,9 +267,10 @@ def _consume(
             if HAS_C:
                 mbarrier.wait(c_full.index(WHO), count & 1)
                 left += beta * c_first.reshape([BLOCK_M, HALF]).load(left.type.layout).to(gl.float32)
-            _store(left.to(dtype), out_desc, mirror_desc, out_buf, mirror_buf, batch, m0, n0, n, SYMMETRIC)
+                left = add_identity(left, shift, m0, n0)
+            store_half(left.to(dtype), out_desc, mirror_desc, out_buf, mirror_buf, batch, m0, n0, n, SYMMETRIC)
         else:
-            acc = _multiply(
+            acc = multiply_tile(
                 a_bufs, b_bufs, full, empty, c_free.index(WHO), turn, slot, k_tiles, count, WHO, A_K_MAJOR, B_K_MAJOR,
                 HAS_C, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_N, STAGES, CONSUMERS, WARPS,
             )
@@ -270,10 +281,14 @@ def _consume(
                 mbarrier.wait(c_full.index(WHO), count & 1)
                 first += beta * c_first.reshape([BLOCK_M, HALF]).load(first.type.layout).to(gl.float32)
                 second += beta * c_second.reshape([BLOCK_M, HALF]).load(second.type.layout).to(gl.float32)
+                if SYMMETRIC:
+                    first = add_identity(first, shift, m0, n0)
+                    second = add_identity(second, shift, m0, n0 + HALF)
             # Without a mirror the two buffers take the halves in turn.
             second_buf = out_buf if SYMMETRIC else mirror_buf
-            _store(first.to(dtype), out_desc, mirror_desc, out_buf, mirror_buf, batch, m0, n0, n, SYMMETRIC)
-            _store(second.to(dtype), out_desc, mirror_desc, second_buf, mirror_buf, batch, m0, n0 + HALF, n, SYMMETRIC)
+            store_half(first.to(dtype), out_desc, mirror_desc, out_buf, mirror_buf, batch, m0, n0, n, SYMMETRIC)
+            value = second.to(dtype)
+            store_half(value, out_desc, mirror_desc, second_buf, mirror_buf, batch, m0, n0 + HALF, n, SYMMETRIC)
         slot += CONSUMERS * k_tiles
         count += 1
     tma.store_wait(0)
@@ -282,13 +297,13 @@ def _consume(
 # Not specialised: a fresh shape must not mean a fresh compilation.
 @gluon.jit(do_not_specialize=["batches", "tiles", "tiles_m", "tiles_n", "tiles_per_matrix", "k_tiles", "n"])
 def product_kernel(
-    a_desc, b_desc, c_desc, out_desc, mirror_desc, alpha, beta,
+    a_desc, b_desc, c_desc, out_desc, mirror_desc, alpha, beta, shift,
     batches, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles, n,
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, HAS_C: gl.constexpr, SYMMETRIC: gl.constexpr,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, WARPS: gl.constexpr,
 ):
-    """out = alpha * A @ B + beta * C per matrix; grid: as many programs as fit on the card at once.
+    """out = alpha * A @ B + beta * C + shift * I per matrix; grid: as many programs as fit on the card at once.
 
     Descriptors of [batch, rows, columns] tensors with boxes [1, BLOCK_M, BLOCK_K] or transposed for A,
     [1, BLOCK_N, BLOCK_K] or transposed for B, [1, BLOCK_M, BLOCK_N / 2] for C and out,
@@ -325,7 +340,7 @@ def product_kernel(
             [
                 (_consume, (
                     out_desc, mirror_desc, a_bufs, b_bufs, out_bufs, mirror_bufs, full, empty, c_full, c_free, turn,
-                    alpha, beta, batches, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles, n, 0,
+                    alpha, beta, shift, batches, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles, n, 0,
                     A_K_MAJOR, B_K_MAJOR, HAS_C, SYMMETRIC, RATIO, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
                     STAGES, CONSUMERS, SWIZZLED, WARPS,
                 )),
@@ -344,13 +359,13 @@ def product_kernel(
             [
                 (_consume, (
                     out_desc, mirror_desc, a_bufs, b_bufs, out_bufs, mirror_bufs, full, empty, c_full, c_free, turn,
-                    alpha, beta, batches, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles, n, 0,
+                    alpha, beta, shift, batches, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles, n, 0,
                     A_K_MAJOR, B_K_MAJOR, HAS_C, SYMMETRIC, RATIO, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
                     STAGES, CONSUMERS, SWIZZLED, WARPS,
                 )),
                 (_consume, (
                     out_desc, mirror_desc, a_bufs, b_bufs, out_bufs, mirror_bufs, full, empty, c_full, c_free, turn,
-                    alpha, beta, batches, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles, n, 1,
+                    alpha, beta, shift, batches, tiles, tiles_m, tiles_n, tiles_per_matrix, k_tiles, n, 1,
                     A_K_MAJOR, B_K_MAJOR, HAS_C, SYMMETRIC, RATIO, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
                     STAGES, CONSUMERS, SWIZZLED, WARPS,
                 )),

@@ -55,11 +55,14 @@ def multiply(
     c: Tensor | None,
     alpha: float,
     beta: float,
+    shift: float,
     symmetric: bool,
     out: Tensor,
     shape: table.CopyShape | None = None,
 ) -> bool:
     """As `products.multiply` on Hopper; False, with nothing done, where the operands cannot be addressed."""
+    if shift and (c is None or not symmetric):
+        return False
     pointers = a.data_ptr() | b.data_ptr() | out.data_ptr() | (0 if c is None else c.data_ptr())
     if pointers % 16 or a.dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -80,18 +83,19 @@ def multiply(
     if plan.swapped:
         a, b = b, a
     dtype = a.dtype
-    out_desc = _describe(out.data_ptr(), dtype, *plan.out)
+    out_desc = describe(out.data_ptr(), dtype, *plan.out)
     launch(
         hopper.product_kernel,
         plan.grid,
         (
-            _describe(a.data_ptr(), dtype, *plan.a),
-            _describe(b.data_ptr(), dtype, *plan.b),
-            out_desc if c is None or plan.c is None else _describe(c.data_ptr(), dtype, *plan.c),
+            describe(a.data_ptr(), dtype, *plan.a),
+            describe(b.data_ptr(), dtype, *plan.b),
+            out_desc if c is None or plan.c is None else describe(c.data_ptr(), dtype, *plan.c),
             out_desc,
-            _describe(out.data_ptr(), dtype, *plan.mirror),
+            describe(out.data_ptr(), dtype, *plan.mirror),
             float(alpha),
             float(beta),
+            float(shift),
             *plan.sizes,
         ),
         plan.constants,
@@ -116,26 +120,26 @@ def _plan(
     """The plan for [B, m, k] @ [B, k, n] with these strides, or None where an operand cannot be addressed."""
     batch, m, k, n = sizes
     swapped = False
-    if not _row_major(out, n):
-        if symmetric or not _row_major(_turn(out), m):
+    if not row_major(out, n):
+        if symmetric or not row_major(_turn(out), m):
             return None
         # The result's columns are stored contiguously: its transpose is a product with contiguous rows.
         swapped = True
         m, n = n, m
         a, b, out = _turn(b), _turn(a), _turn(out)
         c = None if c is None else _turn(c)
-    if c is not None and not _row_major(c, n):
-        if not symmetric or not _row_major(_turn(c), m):
+    if c is not None and not row_major(c, n):
+        if not symmetric or not row_major(_turn(c), m):
             return None
         c = _turn(c)
-    a_k_major, b_k_major = _row_major(a, k), _row_major(_turn(b), k)
-    if not (a_k_major or _row_major(_turn(a), m)) or not (b_k_major or _row_major(b, n)):
+    a_k_major, b_k_major = row_major(a, k), row_major(_turn(b), k)
+    if not (a_k_major or row_major(_turn(a), m)) or not (b_k_major or row_major(b, n)):
         return None
     shape = shape or table.copy_shape(batch, m, n, k, symmetric, c is not None)
     block_n, block_k = shape.block_n, shape.block_k
     half = block_n // 2
     tiles_m, tiles_n = triton.cdiv(m, BLOCK_M), triton.cdiv(n, block_n)
-    tiles_per_matrix = _triangle(tiles_m, block_n // BLOCK_M) if symmetric else tiles_m * tiles_n
+    tiles_per_matrix = triangle(tiles_m, block_n // BLOCK_M) if symmetric else tiles_m * tiles_n
     tiles = batch * tiles_per_matrix
     out_box = (((batch, m, n), out), (1, BLOCK_M, half))
     return _Plan(
@@ -149,7 +153,7 @@ def _plan(
         out=out_box,
         mirror=(((batch, m, n), out), (1, half, BLOCK_M)) if symmetric else out_box,
         c=None if c is None else (((batch, m, n), c), (1, BLOCK_M, half)),
-        grid=(min(_multiprocessors(device), tiles), 1, 1),
+        grid=(min(multiprocessors(device), tiles), 1, 1),
         sizes=(batch, tiles, tiles_m, tiles_n, tiles_per_matrix, triton.cdiv(k, block_k), n),
         constants=(
             a_k_major,
@@ -168,7 +172,7 @@ def _plan(
     )
 
 
-def _row_major(strides: tuple[int, ...], columns: int) -> bool:
+def row_major(strides: tuple[int, ...], columns: int) -> bool:
     """Whether the copy engine can address [B, rows, columns] as stored: columns contiguous, 16-byte steps."""
     batch_stride, row_stride, column_stride = strides
     return column_stride == 1 and row_stride % 8 == 0 and row_stride >= columns and batch_stride % 8 == 0
@@ -178,19 +182,19 @@ def _turn(strides: tuple[int, ...]) -> tuple[int, ...]:
     return strides[0], strides[2], strides[1]
 
 
-def _triangle(rows: int, ratio: int) -> int:
+def triangle(rows: int, ratio: int) -> int:
     """Tiles that reach the lower triangle when a column tile is `ratio` row tiles wide."""
     groups, rest = divmod(rows, ratio)
     return ratio * groups * (groups + 1) // 2 + rest * (groups + 1)
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @lru_cache(maxsize=8192)
-def _describe(pointer: int, dtype: torch.dtype, layout: _Layout, box: tuple[int, ...]) -> TensorDescriptor:
+def describe(pointer: int, dtype: torch.dtype, layout: _Layout, box: tuple[int, ...]) -> TensorDescriptor:
     shape, strides = layout
     swizzle = min(128, 2 * box[-1])
     return TensorDescriptor(

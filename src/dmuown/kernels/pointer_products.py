@@ -1,6 +1,6 @@
 """Products of batched matrices through pointers: any floating dtype, any strides, any size, any device Triton has.
 
-    out[b] = alpha * A[b] @ B[b] + beta * C[b]
+    out[b] = alpha * A[b] @ B[b] + beta * C[b] + shift * I
 
 The portable kernel. It is the one that runs under Triton's interpreter, on cards other than Hopper,
 for fp32, and for what the copy engine cannot address (`hopper`).
@@ -18,10 +18,10 @@ import triton.language as tl
 # fmt: off
 @triton.jit(do_not_specialize=["tiles_m", "tiles_n", "tiles_per_matrix"])
 def product_kernel(
-    a_ptr, b_ptr, c_ptr, out_ptr, alpha, beta, m, n, k, tiles_m, tiles_n, tiles_per_matrix,
+    a_ptr, b_ptr, c_ptr, out_ptr, alpha, beta, shift, m, n, k, tiles_m, tiles_n, tiles_per_matrix,
     a_batch, a_row, a_column, b_batch, b_row, b_column, c_batch, c_row, c_column, out_batch, out_row, out_column,
-    HAS_C: tl.constexpr, SYMMETRIC: tl.constexpr, WIDE_OFFSETS: tl.constexpr, UPCAST: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_C: tl.constexpr, SHIFTED: tl.constexpr, SYMMETRIC: tl.constexpr, WIDE_OFFSETS: tl.constexpr,
+    UPCAST: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     """One tile of one matrix per program; grid (batch * tiles_per_matrix,).
 
@@ -75,6 +75,8 @@ def product_kernel(
     if HAS_C:
         c_ptrs = c_ptr + batch * c_batch + offs_m[:, None] * c_row + offs_n[None, :] * c_column
         acc += beta * tl.load(c_ptrs, mask=mask, other=0.0).to(tl.float32)
+    if SHIFTED:
+        acc = tl.where(offs_m[:, None] == offs_n[None, :], acc + shift, acc)
     result = acc.to(out_ptr.dtype.element_ty)
     out_base = out_ptr + batch * out_batch
     tl.store(out_base + offs_m[:, None] * out_row + offs_n[None, :] * out_column, result, mask=mask)

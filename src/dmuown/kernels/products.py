@@ -25,16 +25,18 @@ def multiply(
     c: Tensor | None = None,
     alpha: float = 1.0,
     beta: float = 0.0,
+    shift: float = 0.0,
     symmetric: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """out[i] = alpha * a[i] @ b[i] + beta * c[i].
+    """out[i] = alpha * a[i] @ b[i] + beta * c[i] + shift * I.
 
     Args:
         a: [B, m, k], any strides, a floating dtype of at most 32 bits.
         b: [B, k, n], any strides, as `a`.
         c: [B, m, n], any strides; read only where given.
-        alpha, beta: Applied to the fp32 accumulator, before the one rounding to the result.
+        alpha, beta, shift: Applied to the fp32 accumulator, before the one rounding to the result; shift only
+            where n == m.
         symmetric: The caller's promise that the exact result is symmetric (n == m): tiles above the diagonal
             are copied from below it, so the stored result is symmetric bit for bit off the diagonal tiles.
         out: [B, m, n], may be uninitialised, overlaps no operand except that it may be `c`'s own memory never.
@@ -49,9 +51,13 @@ def multiply(
     if out.numel() == 0:
         return out
     if k == 0:
-        return out.zero_() if c is None else torch.mul(c, beta, out=out)
-    if not (_hopper(a.device) and _by_copy_engine(a, b, c, alpha, beta, symmetric, out)):
-        _by_pointers(a, b, c, alpha, beta, symmetric, out)
+        out = out.zero_() if c is None else torch.mul(c, beta, out=out)
+        if shift:
+            diagonal = out.diagonal(dim1=-2, dim2=-1)
+            diagonal.copy_(diagonal.float() + shift)
+        return out
+    if not (_hopper(a.device) and _by_copy_engine(a, b, c, alpha, beta, shift, symmetric, out)):
+        _by_pointers(a, b, c, alpha, beta, shift, symmetric, out)
     return out
 
 
@@ -62,15 +68,15 @@ def _hopper(device: torch.device) -> bool:
 
 
 def _by_copy_engine(
-    a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, symmetric: bool, out: Tensor
+    a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, shift: float, symmetric: bool, out: Tensor
 ) -> bool:
     from dmuown.kernels import hopper_launch
 
-    return hopper_launch.multiply(a, b, c, alpha, beta, symmetric, out)
+    return hopper_launch.multiply(a, b, c, alpha, beta, shift, symmetric, out)
 
 
 def _by_pointers(
-    a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, symmetric: bool, out: Tensor
+    a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, shift: float, symmetric: bool, out: Tensor
 ) -> None:
     batch, m, k = a.shape
     n = b.shape[2]
@@ -86,8 +92,9 @@ def _by_pointers(
         operands: list[Any] = [x[first : first + count] for x in (a, b, third, out)]
         pointer_products.product_kernel[(count * tiles,)](
             *operands,
-            alpha,
-            beta,
+            float(alpha),
+            float(beta),
+            float(shift),
             m,
             n,
             k,
@@ -96,6 +103,7 @@ def _by_pointers(
             tiles,
             *(stride for x in operands for stride in x.stride()),
             HAS_C=c is not None,
+            SHIFTED=shift != 0,
             SYMMETRIC=symmetric,
             WIDE_OFFSETS=wide,
             UPCAST=_INTERPRETED,

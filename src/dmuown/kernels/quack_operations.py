@@ -1,17 +1,23 @@
 """The operation table of `dmuown.orthogonalize` on quack-kernels, which AutoModel brings on Linux.
 
-`gemm_symmetric` computes half of a symmetric product and mirrors it, `gemm` and `gemm_add` are general. All need
+`gemm_symmetric` computes half of a symmetric product and mirrors it, `gemm` is general. All need
 16-bit operands on compute capability 9.0 or newer with 16-byte rows; what they cannot take goes to torch.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dmuown.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from dmuown.orthogonalize.coefficients import Triple
+    from dmuown.orthogonalize.stages import Stage
 
 #: Below this the kernels lose to cuBLAS: their tiles are 128 x 256.
 SMALLEST_ROWS = 257
@@ -43,15 +49,26 @@ class QuackOperations:
         result: Tensor = gemm_symmetric(x, x.mT, out=out)
         return result
 
-    def symmetric_product_add(
-        self, a: Tensor, b: Tensor, c: Tensor, *, alpha: float, beta: float, out: Tensor | None = None
-    ) -> Tensor:
-        """beta c + alpha a b, all [B, m, m]; a b and c are symmetric."""
-        if not _fits(a, b, c):
-            return torch.baddbmm(c, a, b, beta=beta, alpha=alpha, out=out)
+    def polynomial(self, r: Tensor, triple: Triple, *, out: Tensor | None = None) -> Tensor:
+        """a I + b r + c r r for r: [B, m, m], symmetric."""
+        a, b, c = triple
+        if _fits(r):
+            from quack.gemm_interface import gemm_symmetric
+
+            result: Tensor = gemm_symmetric(r, r.mT, C=r, out=out, alpha=float(c), beta=float(b))
+        else:
+            result = torch.baddbmm(r, r, r, beta=b, alpha=c, out=out)
+        diagonal = result.diagonal(dim1=-2, dim2=-1)
+        diagonal.copy_(diagonal.float() + a)
+        return result
+
+    def commuting_product(self, a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """a b^T: [B, m, m], symmetric because a and b are and commute."""
+        if not _fits(a, b):
+            return torch.bmm(b, a, out=out)
         from quack.gemm_interface import gemm_symmetric
 
-        result: Tensor = gemm_symmetric(a, b.mT, C=c, out=out, alpha=float(alpha), beta=float(beta))
+        result: Tensor = gemm_symmetric(a, b.mT, out=out)
         return result
 
     def product(self, a: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -63,14 +80,14 @@ class QuackOperations:
         result: Tensor = gemm(a, x, out=out, tuned=False)
         return result
 
-    def product_add(self, a: Tensor, x: Tensor, c: Tensor, *, beta: float, out: Tensor | None = None) -> Tensor:
-        """beta c + a x: [B, m, m], [B, m, n], [B, m, n] -> [B, m, n]."""
-        if not _fits(a, x, c):
-            return torch.baddbmm(c, a, x, beta=beta, out=out)
-        from quack.gemm_interface import gemm_add
-
-        result: Tensor = gemm_add(a, x, c, out=out, beta=float(beta), tuned=False)
-        return result
+    def run(self, x: Tensor, places: Tensor, stages: Sequence[Stage]) -> None:
+        """Put x x^T into places[0] and make every stage."""
+        self.symmetric_product(x, out=places[0])
+        for stage in stages:
+            if stage.triple is None:
+                self.commuting_product(places[stage.a], places[stage.b], out=places[stage.out])
+            else:
+                self.polynomial(places[stage.a], stage.triple, out=places[stage.out])
 
 
 def _fits(*operands: Tensor) -> bool:

@@ -68,3 +68,27 @@ def triton_preferred(capability: tuple[int, int], dtype: torch.dtype, shape: tup
     """
     _, rows, columns = shape
     return capability[0] == 9 and dtype.itemsize == 2 and rows >= 64 and rows % 8 == 0 and columns % 8 == 0
+
+
+class ChainShape(NamedTuple):
+    """Tile of the chain kernel (`hopper_chain`)."""
+
+    ratio: int  # 1: two consumers on 128 x 128 in turn; 2: one on 128 x 256
+    stages: int
+    with_gram: bool  # whether x x^T is its first stage
+
+
+_CHAIN_TURNS = ChainShape(ratio=1, stages=5, with_gram=True)
+_CHAIN_WIDE = ChainShape(ratio=2, stages=3, with_gram=True)
+
+
+def chain_shape(batch: int, m: int, stages: int) -> ChainShape | None:
+    """The tile for `stages` products of [batch, m, m] after x x^T in one kernel, or None where a kernel each is faster.
+
+    H200: wide tiles read a quarter less from the second-level cache, whose rate limits the narrow ones (some 10 TB/s),
+    and show their epilogue, which weighs less the longer a tile multiplies. Few large matrices fill the card better
+    with narrow tiles. A single product after x x^T is as fast by itself.
+    """
+    if stages == 1:
+        return None
+    return _CHAIN_WIDE if m >= 1536 and batch * m >= 6144 else _CHAIN_TURNS

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 from torch import Tensor
 
 from dmuown.errors import MissingDependencyError
-from dmuown.kernels import normalize, table
+from dmuown.kernels import chain, normalize, table
 from dmuown.kernels.products import multiply
+
+if TYPE_CHECKING:
+    from dmuown.orthogonalize.coefficients import Triple
+    from dmuown.orthogonalize.stages import Stage
 
 
 class TritonOperations:
@@ -32,19 +39,29 @@ class TritonOperations:
         """x x^T: [B, m, n] -> [B, m, m]."""
         return multiply(x, x.mT, symmetric=True, out=out)
 
-    def symmetric_product_add(
-        self, a: Tensor, b: Tensor, c: Tensor, *, alpha: float, beta: float, out: Tensor | None = None
-    ) -> Tensor:
-        """beta c + alpha a b, all [B, m, m]; a b and c are symmetric."""
-        return multiply(a, b, c=c, alpha=alpha, beta=beta, symmetric=True, out=out)
+    def polynomial(self, r: Tensor, triple: Triple, *, out: Tensor | None = None) -> Tensor:
+        """a I + b r + c r r for r: [B, m, m], symmetric."""
+        a, b, c = triple
+        return multiply(r, r.mT, c=r, alpha=c, beta=b, shift=a, symmetric=True, out=out)
+
+    def commuting_product(self, a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """a b^T: [B, m, m], symmetric because a and b are and commute."""
+        return multiply(a, b.mT, symmetric=True, out=out)
 
     def product(self, a: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """a x: [B, m, m], [B, m, n] -> [B, m, n]."""
         return multiply(a, x, out=torch.empty_like(x) if out is None else out)
 
-    def product_add(self, a: Tensor, x: Tensor, c: Tensor, *, beta: float, out: Tensor | None = None) -> Tensor:
-        """beta c + a x: [B, m, m], [B, m, n], [B, m, n] -> [B, m, n]."""
-        return multiply(a, x, c=c, beta=beta, out=torch.empty_like(x) if out is None else out)
+    def run(self, x: Tensor, places: Tensor, stages: Sequence[Stage]) -> None:
+        """Put x x^T into places[0] and make every stage; in one kernel where that is faster."""
+        if chain.run(x, places, stages):
+            return
+        self.symmetric_product(x, out=places[0])
+        for stage in stages:
+            if stage.triple is None:
+                self.commuting_product(places[stage.a], places[stage.b], out=places[stage.out])
+            else:
+                self.polynomial(places[stage.a], stage.triple, out=places[stage.out])
 
 
 def operations() -> TritonOperations:

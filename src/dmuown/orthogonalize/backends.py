@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Sequence
 from functools import cache
 from typing import Protocol
 
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor
 
 from dmuown.errors import MissingDependencyError
+from dmuown.orthogonalize.coefficients import Triple
 from dmuown.orthogonalize.options import choice_error
+from dmuown.orthogonalize.stages import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -54,16 +57,30 @@ class Operations(Protocol):
     def symmetric_product(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """x x^T: [B, m, n] -> [B, m, m], symmetric."""
 
-    def symmetric_product_add(
-        self, a: Tensor, b: Tensor, c: Tensor, *, alpha: float, beta: float, out: Tensor | None = None
-    ) -> Tensor:
-        """beta c + alpha a b, all [B, m, m], symmetric."""
+    def polynomial(self, r: Tensor, triple: Triple, *, out: Tensor | None = None) -> Tensor:
+        """a I + b r + c r r for r: [B, m, m], symmetric."""
+
+    def commuting_product(self, a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """a b^T or b a^T: [B, m, m], symmetric because a and b are and commute."""
 
     def product(self, a: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """a x: [B, m, m], [B, m, n] -> [B, m, n]."""
 
-    def product_add(self, a: Tensor, x: Tensor, c: Tensor, *, beta: float, out: Tensor | None = None) -> Tensor:
-        """beta c + a x: [B, m, m], [B, m, n], [B, m, n] -> [B, m, n]."""
+    def run(self, x: Tensor, places: Tensor, stages: Sequence[Stage]) -> None:
+        """Put x x^T into places[0], then make places[stage.out] for one stage after another.
+
+        x: [B, m, n]; places: [P, B, m, m].
+        """
+
+
+def run_one_by_one(ops: Operations, x: Tensor, places: Tensor, stages: Sequence[Stage]) -> None:
+    """`Operations.run` by one product a stage."""
+    ops.symmetric_product(x, out=places[0])
+    for stage in stages:
+        if stage.triple is None:
+            ops.commuting_product(places[stage.a], places[stage.b], out=places[stage.out])
+        else:
+            ops.polynomial(places[stage.a], stage.triple, out=places[stage.out])
 
 
 class TorchOperations:
@@ -83,16 +100,24 @@ class TorchOperations:
     def symmetric_product(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         return torch.bmm(x, x.mT, out=out)
 
-    def symmetric_product_add(
-        self, a: Tensor, b: Tensor, c: Tensor, *, alpha: float, beta: float, out: Tensor | None = None
-    ) -> Tensor:
-        return torch.baddbmm(c, a, b, beta=beta, alpha=alpha, out=out)
+    def polynomial(self, r: Tensor, triple: Triple, *, out: Tensor | None = None) -> Tensor:
+        a, b, c = triple
+        result = torch.baddbmm(r, r, r, beta=b, alpha=c, out=out)
+        diagonal = result.diagonal(dim1=-2, dim2=-1)
+        # In fp32: torch on CPU would round the number itself to bf16, alike on the whole diagonal.
+        diagonal.copy_(diagonal.to(torch.promote_types(r.dtype, torch.float32)) + a)
+        return result
+
+    def commuting_product(self, a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+        # The transpose of a b^T but for rounding: on CPU, products of 16-bit matrices with a transposed operand fall
+        # back to naive loops, which also round more.
+        return torch.bmm(b, a, out=out)
 
     def product(self, a: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         return torch.bmm(a, x, out=out)
 
-    def product_add(self, a: Tensor, x: Tensor, c: Tensor, *, beta: float, out: Tensor | None = None) -> Tensor:
-        return torch.baddbmm(c, a, x, beta=beta, out=out)
+    def run(self, x: Tensor, places: Tensor, stages: Sequence[Stage]) -> None:
+        run_one_by_one(self, x, places, stages)
 
 
 TORCH = TorchOperations()

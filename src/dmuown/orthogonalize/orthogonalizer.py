@@ -11,7 +11,7 @@ from torch import Tensor
 from dmuown.errors import OptionError, OptionTypeError, ParameterError
 from dmuown.orthogonalize.backends import BACKENDS, Operations, select_backend
 from dmuown.orthogonalize.coefficients import TABLES, CoefficientTable, custom_table
-from dmuown.orthogonalize.iterations import gram_cost, gram_iteration, plain_cost, plain_iteration
+from dmuown.orthogonalize.iterations import gram_cost, iterate, plain_cost
 from dmuown.orthogonalize.options import check_choice, check_dtype, check_positive, check_steps, choice_error
 
 # Scheme -> names of the tables it takes, the default first.
@@ -128,10 +128,8 @@ class Orthogonalizer:
         ops = select_backend(self.backend, x.device, self.dtype, (batch, m, n))
         x = self._normalize(x, ops, overwrite)
         triples = self.table.for_steps(self.steps)
-        if self.chosen_form(m, n, ops) == "gram":
-            x = gram_iteration(x, triples, ops, self.restarts())
-        else:
-            x = plain_iteration(x, triples, ops)
+        restarts = self.restarts() if self.chosen_form(m, n, ops) == "gram" else range(len(triples))
+        x = iterate(x, triples, ops, restarts)
         return x.mT if tall else x
 
     def _normalize(self, x: Tensor, ops: Operations, overwrite: bool) -> Tensor:
@@ -158,7 +156,7 @@ class Orthogonalizer:
         return torch.div(x, scale, out=torch.empty_like(x, dtype=self.dtype, memory_format=layout))
 
     def restarts(self) -> frozenset[int]:
-        """Zero-based steps before which the Gram form starts afresh; see `gram_iteration`.
+        """Zero-based steps before which the Gram form starts afresh; see `iterate`.
 
         fp16, fp32 and fp64: 2, and then every third step. bf16 (8 bits): 2, 3, and then every second.
         Measured on 256 x 1024, five steps, relative error against fp64 and largest singular value (exact:

@@ -6,13 +6,22 @@ import pytest
 import torch
 
 import dmuown
-from dmuown.kernels import normalize, products
+from dmuown.kernels import chain, normalize, products, table
 from dmuown.kernels.triton_operations import operations
+from dmuown.orthogonalize.stages import count_places, plan_stages
 from tests.unit.kernels.interpreted.inputs import KINDS, laid_out, matrices, relative_error
 
 LAYOUTS = ("rows", "transposed", "gaps")
 # Storage rounding; the interpreter truncates to bf16 instead of rounding.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def assert_mirrored(out: torch.Tensor) -> None:
+    """Bit for bit symmetric beside the diagonal tiles, which are computed whole, by a BLAS in the interpreter."""
+    m = out.shape[1]
+    tile = torch.arange(m) // table.pointer_shape(m, m, m, out.element_size(), True).block_m
+    beside = tile[:, None] != tile[None, :]
+    assert torch.equal(out[:, beside], out.mT[:, beside])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -23,7 +32,7 @@ def test_symmetric_product_matches_float64_and_is_symmetric(layout: str, dtype: 
     result = operations().symmetric_product(x, out=out)
     assert result is out
     assert relative_error(out, x.double() @ x.double().mT) < TOLERANCE[dtype]
-    assert torch.equal(out, out.mT)
+    assert_mirrored(out)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -31,15 +40,70 @@ def test_products_survive(kind: str) -> None:
     x = matrices(kind, 2, 37, 50)
     gram = operations().symmetric_product(x)
     assert relative_error(gram, x.double() @ x.double().mT) < 1e-6
-    moved = operations().product_add(gram, x, x, beta=-0.5)
+    moved = products.multiply(gram, x, c=x, beta=-0.5)
     assert relative_error(moved, gram.double() @ x.double() - 0.5 * x.double()) < 1e-6
 
 
-def test_polynomial_adds_and_scales() -> None:
-    a = operations().symmetric_product(matrices("random", 3, 41, 60))
-    out = operations().symmetric_product_add(a, a, a, alpha=0.25, beta=-3.0)
-    assert relative_error(out, -3.0 * a.double() + 0.25 * a.double() @ a.double()) < 1e-6
-    assert torch.equal(out, out.mT)
+@pytest.mark.parametrize("rows", [41, 64, 150])
+def test_polynomial_adds_scales_and_shifts(rows: int) -> None:
+    r = operations().symmetric_product(matrices("random", 3, rows, 60))
+    out = operations().polynomial(r, (7.5, -3.0, 0.25), out=torch.full_like(r, float("nan")))
+    exact = 7.5 * torch.eye(rows).double() - 3.0 * r.double() + 0.25 * r.double() @ r.double()
+    assert relative_error(out, exact) < 1e-6
+    assert_mirrored(out)
+
+
+def test_shift_without_columns_to_add_up() -> None:
+    out = products.multiply(torch.zeros(2, 3, 0), torch.zeros(2, 0, 3), shift=1.5, symmetric=True)
+    assert torch.equal(out, 1.5 * torch.eye(3).expand(2, 3, 3))
+
+
+def test_commuting_product() -> None:
+    r = operations().symmetric_product(matrices("random", 2, 70, 90))
+    p = operations().polynomial(r, (2.0, -1.0, 0.0))
+    out = operations().commuting_product(p, r)
+    assert relative_error(out, p.double() @ r.double()) < 1e-5
+    assert_mirrored(out)
+
+
+def test_stages_on_the_kernels_equal_the_definition() -> None:
+    x = matrices("random", 2, 70, 90)
+    x = x / x.flatten(1).norm(dim=1)[:, None, None]
+    triples = ((3.4445, -4.775, 2.0315), (3.0, -4.0, 1.5))
+    stages = plan_stages(triples)
+    places = torch.full((count_places(stages), 2, 70, 70), float("nan"))
+    operations().run(x, places, stages)
+    r = x.double() @ x.double().mT
+    q = torch.eye(70).double().expand_as(r)
+    for a, b, c in triples:
+        p = a * torch.eye(70).double() + b * r + c * r @ r
+        q, r = q @ p, p @ r @ p
+    assert relative_error(places[stages[-1].out], q) < 1e-5
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_codes_tell_the_chain_kernel_the_stages(steps: int, within: bool) -> None:
+    triples = [(1.0 + i, 2.0 + i, 3.0 + i) for i in range(steps)]
+    stages = plan_stages(triples)
+    codes = chain._codes(tuple(stages), within)
+    assert codes is not None
+    a, b, out, kinds = (int(code) for code in codes[:4])
+    numbers = list(codes[4:])
+    assert numbers == [*(number for triple in triples for number in triple), *[0.0] * (9 - 3 * steps)]
+    if within:
+        assert not (a | b | out | kinds) & 3  # x x^T goes to place 0
+        a, b, out, kinds = a >> 2, b >> 2, out >> 2, kinds >> 2
+    for index, stage in enumerate(stages):
+        at = 2 * index
+        assert (a >> at & 3, b >> at & 3, out >> at & 3) == (stage.a, stage.b, stage.out)
+        kind = kinds >> at & 3
+        assert stage.triple == (triples[kind - 1] if kind else None)
+    assert max(a, b, out, kinds) < 2**31
+
+
+def test_more_stages_than_codes_hold_are_refused() -> None:
+    assert chain._codes(tuple(plan_stages([(1.0, 2.0, 3.0)] * 4)), False) is None
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
