@@ -12,8 +12,8 @@ import json
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from dmuown.commands.quiet import quieten_host
 
 
 def main() -> None:
@@ -22,6 +22,11 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/example"))
     folder: Path = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
+
+    # Before transformers, which imports torchao, and that tells of kernels for other machines.
+    quieten_host()
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     # One token per printable character.
     tokens = ["<pad>", "<s>", "</s>", "<unk>", *map(chr, range(32, 127))]

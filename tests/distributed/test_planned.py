@@ -88,12 +88,15 @@ def test_plan_is_what_ranks_do(ranks4: RankPool, tmp_path: Path, algorithm: str,
     assert plan.matrices == 21
 
 
-def _owners(rank: int, world_size: int, tp: int, replicas: int) -> dict[str, Any]:
+def _owners(
+    rank: int, world_size: int, tp: int, replicas: int, precision: tuple[torch.dtype, torch.dtype]
+) -> dict[str, Any]:
     import transformers
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     from dmuown.automodel.dmuon_options import DMuonOptions
     from dmuown.automodel.grouping import build_param_groups
+    from dmuown.automodel.ownership import policy_with_precision
     from dmuown.ownership import dedicate_params, dedicated_records, runtime_of
     from dmuown.ownership.groups import dedicated_param_groups
 
@@ -114,7 +117,8 @@ def _owners(rank: int, world_size: int, tp: int, replicas: int) -> dict[str, Any
         }
         parallelize_module(model, mesh["tp"], plan)
     options = DMuonOptions(**OPTIONS)
-    dedicate_params(model, data_parallel, predicate=lambda *_: True, param_policy=options.routes())
+    options.mixed_precision = precision
+    dedicate_params(model, data_parallel, predicate=lambda *_: True, param_policy=policy_with_precision(options))
     (groups,) = build_param_groups([model], options.grouping_rules())
     optimizer: Any = options.optimizer_class()(dedicated_param_groups(model, groups), **options.optimizer_options())
     runtime = runtime_of(model)
@@ -135,6 +139,7 @@ def _owners(rank: int, world_size: int, tp: int, replicas: int) -> dict[str, Any
             state += local.numel() * local.element_size()
     return {
         "owners": runtime.plan.owners,
+        "transfers": runtime.plan.to_dict()["transfers"],
         "counts": counts,
         "called": {kind: {"collectives": calls, "bytes": size} for kind, (calls, size) in traffic.kinds.items()},
         "parameters": parameters,
@@ -145,20 +150,24 @@ def _owners(rank: int, world_size: int, tp: int, replicas: int) -> dict[str, Any
     }
 
 
-@pytest.mark.parametrize(("tp", "replicas"), [(1, 1), (2, 1), (1, 2)])
-def test_plan_is_what_owners_do(ranks4: RankPool, tmp_path: Path, tp: int, replicas: int) -> None:
+@pytest.mark.parametrize(("tp", "replicas", "mixed"), [(1, 1, False), (2, 1, False), (1, 2, False), (1, 1, True)])
+def test_plan_is_what_owners_do(ranks4: RankPool, tmp_path: Path, tp: int, replicas: int, mixed: bool) -> None:
+    """With the host's own mixed precision too, which counts where the YAML has none."""
     pytest.importorskip("transformers")
-    done = ranks4.run(_owners, tp, replicas)
+    fp32 = {"mp_policy": {"param_dtype": "float32", "reduce_dtype": "float32"}}
+    done = ranks4.run(_owners, tp, replicas, (torch.bfloat16 if mixed else torch.float32, torch.float32))
     model = tmp_path / "config.json"
     model.write_text(json.dumps(CONFIG))
     optimizer = {"_target_": "dmuown.automodel.DMuonConfig", **OPTIONS}
     file = tmp_path / "recipe.yaml"
-    file.write_text(yaml.safe_dump({"model": {"torch_dtype": "float32", "force_hf": True}, "optimizer": optimizer}))
+    recipe = {"model": {"torch_dtype": "float32", "force_hf": True}, "optimizer": optimizer}
+    file.write_text(yaml.safe_dump(recipe | {"distributed": {} if mixed else fp32}))
     plan = plan_job(file, world_size=4, sizes={"tp": tp, "replicas": replicas}, model_config=model)
     (owned,) = plan.ownership
     totals = owned.plan.per_step()
     for rank, real in enumerate(done):
         assert owned.plan.owners == real["owners"]
+        assert owned.plan.to_dict()["transfers"] == real["transfers"]
         # With replicas, ranks at an owner's place in theirs call twice: between replicas, and within.
         assert owned.plan.per_step(rank=rank // tp) == real["called"]
         assert {kind: [total["collectives"], total["bytes"]] for kind, total in totals.items()} == real["counts"]

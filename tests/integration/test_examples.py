@@ -18,13 +18,17 @@ EXAMPLES = ROOT / "examples"
 
 def run(*command: str, folder: Path) -> str:
     """Run a Python command as a user does, from an empty folder, and return what it printed."""
+    return done(*command, folder=folder).stdout
+
+
+def done(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
+    found = subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, timeout=240, cwd=folder, env=environment
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    assert found.returncode == 0, found.stderr[-4000:]
+    return found
 
 
 def torchrun(program: str, *arguments: str, folder: Path) -> str:
@@ -57,6 +61,15 @@ def test_the_ownership_runtime(tmp_path: Path) -> None:
     assert "broadcast" in output
 
 
+def test_preparing_a_model_says_what_it_wrote_and_nothing_else(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the host is not installed")
+    told = done(str(EXAMPLES / "automodel/prepare.py"), folder=tmp_path)
+    assert told.stdout == "wrote runs/example\n"
+    # What is left are bars of progress, which begin anew on their line.
+    assert [line for line in told.stderr.splitlines() if line and not re.match(r"[\w ]+: +\d+%\|", line)] == []
+    assert (tmp_path / "runs/example/model/model.safetensors").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_automodel_from_yaml(tmp_path: Path) -> None:
@@ -64,16 +77,16 @@ def test_automodel_from_yaml(tmp_path: Path) -> None:
     config = str(EXAMPLES / "automodel/muown.yaml")
     run(str(EXAMPLES / "automodel/prepare.py"), folder=tmp_path)
     for command in ("check", "plan"):
-        done = dmuown(command, config, "--world-size", "2", cwd=tmp_path)
-        assert done.returncode == 0, done.stdout + done.stderr
-    done = dmuown("finetune", config, "--nproc-per-node", "2", cwd=tmp_path, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert re.search(rf"orthogonalized\D+{MATRICES}\b", done.stdout), done.stdout
+        ran = dmuown(command, config, "--world-size", "2", cwd=tmp_path)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+    ran = dmuown("finetune", config, "--nproc-per-node", "2", cwd=tmp_path, timeout=240)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    assert re.search(rf"orthogonalized\D+{MATRICES}\b", ran.stdout), ran.stdout
     checkpoints = tmp_path / "runs/example/checkpoints"
     losses = [json.loads(line)["loss"] for line in (checkpoints / "training.jsonl").read_text().splitlines()]
     assert len(losses) == 10
     assert losses[-1] < 0.8 * losses[0], losses
     assert (checkpoints / "LATEST").exists()
-    done = dmuown("report", str(checkpoints), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    ran = dmuown("report", str(checkpoints), cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
     assert (checkpoints / "report.html").exists()

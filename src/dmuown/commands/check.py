@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from dmuown.commands.layout import ExpertParallel, PipelineParallel, Replicas, TensorParallel
+
 
 def check(
     context: typer.Context,
@@ -14,6 +16,10 @@ def check(
     world_size: Annotated[
         int | None, typer.Option("--world-size", min=1, help="Processes of the job: checks that its sizes divide.")
     ] = None,
+    tp: TensorParallel = None,
+    ep: ExpertParallel = None,
+    pp: PipelineParallel = None,
+    replicas: Replicas = None,
     deep: Annotated[
         bool, typer.Option("--deep", help="Load the file with the host too, which takes 10 s of imports.")
     ] = False,
@@ -29,6 +35,10 @@ def check(
     Exit code 0: no errors. 1: errors, or with --strict warnings. In a job script:
 
         dmuown check run.yaml --world-size 16 && sbatch run.sh
+
+    Another layout than the YAML's is checked as it is planned; the run takes it as --distributed.tp_size 2:
+
+        dmuown check run.yaml --world-size 16 --tp 2 --replicas 4
     """
     from dmuown.automodel.checks import check_config
     from dmuown.automodel.host import require_host
@@ -39,7 +49,8 @@ def check(
         quieten_host()
         require_host()
 
-    found = check_config(config, context.args, world_size=world_size, deep=deep)
+    sizes = {"tp": tp, "ep": ep, "pp": pp, "replicas": replicas}
+    found = check_config(config, context.args, world_size=world_size, sizes=sizes, deep=deep)
     if as_json:
         print_json(found.to_dict())
     else:

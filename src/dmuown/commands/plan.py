@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dmuown.commands.layout import ExpertParallel, PipelineParallel, Replicas, TensorParallel
+
 if TYPE_CHECKING:
+    import torch
+
     from dmuown.automodel.planned import JobPlan
+    from dmuown.ownership.plan import OwnershipPlan
 
 
 def plan(
     context: typer.Context,
     config: Annotated[Path, typer.Argument(help="YAML configuration of an AutoModel recipe.", metavar="CONFIG.yaml")],
     world_size: Annotated[int, typer.Option("--world-size", min=1, help="Processes of the job.")] = 1,
-    tp: Annotated[int | None, typer.Option("--tp", min=1, help="Tensor-parallel ranks, instead of the YAML's.")] = None,
-    ep: Annotated[int | None, typer.Option("--ep", min=1, help="Expert-parallel ranks, likewise.")] = None,
-    pp: Annotated[int | None, typer.Option("--pp", min=1, help="Pipeline stages, likewise.")] = None,
-    replicas: Annotated[
-        int | None, typer.Option("--replicas", min=1, help="Copies of every shard (HSDP), likewise.")
-    ] = None,
+    tp: TensorParallel = None,
+    ep: ExpertParallel = None,
+    pp: PipelineParallel = None,
+    replicas: Replicas = None,
     model_config: Annotated[
         Path | None, typer.Option("--model-config", help="The model's config.json, if its checkpoint is elsewhere.")
     ] = None,
@@ -113,14 +118,63 @@ def _lines(found: JobPlan, every_rank: bool) -> list[str]:
             right=(1, 2, 4, 5, 6),
         )
     for owned in found.ownership:
-        lines += ["", "Transfers of one step, one micro-batch"]
-        lines += table(
-            ("kind", "collectives", "bytes in buffers"),
-            [(kind, total["collectives"], size(total["bytes"])) for kind, total in owned.plan.per_step().items()],
-            right=(1, 2),
-        )
+        lines += _transfer_lines(owned.plan, found.cluster.tp)
     lines += ["", "By rank", *_rank_lines(found, every_rank)]
     return [*lines, "", *(f"note: {note}" for note in dict.fromkeys(found.notes))]
+
+
+def _transfer_lines(plan: OwnershipPlan, tp: int) -> list[str]:
+    from dmuown.automodel.planned.transfers import transfer_rows
+    from dmuown.commands.output import size, table
+
+    rows = transfer_rows(plan)
+    if not rows:
+        return []
+    each = f", of each of {tp} tensor-parallel ranks" if tp > 1 else ""
+    times = "twice" if plan.reshard_after_forward else "once"
+    lines = ["", f"Transfers: bytes of one buffer{each}; a micro-batch fetches each {times} and reduces it once"]
+    lines += table(
+        ("at", "parameters", "from", "transfers", "fetch", "dtype", "reduce", "dtype"),
+        [
+            (
+                _LAYERS.sub(r"\1...", row.boundary),
+                _few([name.removesuffix(".weight") for name in row.parameters]),
+                _from(row.owners),
+                row.count,
+                size(row.fetch_bytes),
+                _short(row.param_dtype),
+                size(row.reduce_bytes) if row.reduce_bytes else "frozen",
+                _short(row.grad_dtype) if row.reduce_bytes else "-",
+            )
+            for row in rows
+        ],
+        right=(3, 4, 6),
+    )
+    lines += ["", f"Transfers of one step, one micro-batch{each}"]
+    return lines + table(
+        ("kind", "collectives", "bytes in buffers"),
+        [(kind, total["collectives"], size(total["bytes"])) for kind, total in plan.per_step().items()],
+        right=(1, 2),
+    )
+
+
+#: Numbers of layers, all but the first three runs of which a cell leaves to --json.
+_LAYERS = re.compile(r"((?:\d+(?:-\d+)?,){3})[\d,-]+")
+
+
+def _few(names: list[str]) -> str:
+    """Names in a cell: all, or the first three and how many more."""
+    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
+
+
+def _from(owners: Sequence[int]) -> str:
+    if not owners:
+        return "shards"
+    return f"owner {owners[0]}" if len(owners) == 1 else f"{len(owners)} owners"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 _RANK_TITLES = {

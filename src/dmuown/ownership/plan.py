@@ -121,12 +121,15 @@ class Transfer:
         return self.reduce_numel * self.grad_dtype.itemsize
 
     def describe(self) -> str:
-        """One line, equal on all ranks that agree."""
+        """One line, equal on all ranks that agree: where, from whom, bytes and dtype of each buffer, and what."""
         who = f"from {self.owner}" if self.kind == "owner" else "from shards"
         names = ", ".join(f"{member.name}{list(member.shape)}" for member in self.members)
+        fetched = f"fetch {self.fetch_bytes:,} B {_short(self.param_dtype)}"
+        # The dtype of gradients also of what is frozen now: it may be unfrozen, and ranks have to agree on it.
+        reduced = f"reduce {self.reduce_bytes:,} B" if self.trainable else "frozen, reduce 0 B"
         return (
-            f"transfer {self.index} at {list(self.boundaries)} {who} {_short(self.param_dtype)}/"
-            f"{_short(self.grad_dtype)}{'' if self.trainable else ' frozen'}: {names}"
+            f"transfer {self.index} at {list(self.boundaries)} {who}, {fetched}, {reduced} "
+            f"{_short(self.grad_dtype)}: {names}"
         )
 
 
@@ -200,8 +203,15 @@ class OwnershipPlan:
 
     def __str__(self) -> str:
         totals = self.per_step()
-        summary = ", ".join(f"{total['collectives']} {kind} of {total['bytes']:,} B" for kind, total in totals.items())
-        return "\n".join([*self.lines(), f"per step: {summary or 'no communication'}"])
+        told = [f"{total['collectives']} {kind} of {total['bytes']:,} B together" for kind, total in totals.items()]
+        times = "twice, before forward and before backward," if self.reshard_after_forward else "once"
+        return "\n".join(
+            [
+                *self.lines(),
+                f"bytes are those of whole buffers; a micro-batch fetches each {times} and reduces it once",
+                f"per step of one micro-batch: {', '.join(told) or 'no communication'}",
+            ]
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as data that JSON can hold."""

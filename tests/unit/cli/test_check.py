@@ -200,6 +200,8 @@ def test_a_policy_that_leaves_vectors_on_muon_is_refused(tmp_path: Path) -> None
 
 def test_world_size_must_divide(tmp_path: Path) -> None:
     recipe = load(SHIPPED[-1], tmp_path)
+    file = tmp_path / "model/config.json"  # heads that three ranks can share
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_attention_heads": 6, "num_key_value_heads": 3}))
     recipe["distributed"]["tp_size"] = 3
     assert not checked(recipe, tmp_path).errors
     (problem,) = checked(recipe, tmp_path, world_size=8).errors

@@ -233,8 +233,15 @@ def test_bytes_and_collectives() -> None:
 def test_plans_print_and_differ_where_they_do() -> None:
     plan = _make_plan(4, True)
     text = str(plan)
-    assert "transfer 1 at [0] from 1 bfloat16/float32: a[5, 3], b[7]" in text
-    assert "8 broadcast of 232 B" in text
+    # a takes 15 elements and one to align, b 7 and one; each of the two a flag with the gradients: 24 * 2, 26 * 4.
+    assert "\ntransfer 1 at [0] from 1, fetch 48 B bfloat16, reduce 104 B float32: a[5, 3], b[7]\n" in text
+    # Four ranks have 3 rows of 3 each, and a flag: 4 * 9 * 4, 4 * 10 * 4.
+    assert "\ntransfer 2 at [0, 2] from shards, fetch 144 B float32, reduce 160 B float32: tied[10, 3]\n" in text
+    assert "\ntransfer 3 at [1] from 1, fetch 8 B bfloat16, frozen, reduce 0 B bfloat16: frozen[4]\n" in text
+    assert "a micro-batch fetches each twice, before forward and before backward, and reduces it once\n" in text
+    assert "fetches each once and reduces it once\n" in str(_make_plan(4, False))
+    assert "8 broadcast of 232 B together" in text
+    assert str(_make_plan(1, True)).endswith("no communication")
     assert plan.lines() == _make_plan(4, True).lines()
     assert plan.lines() != _make_plan(2, True).lines()
     data = plan.to_dict()

@@ -13,6 +13,16 @@ from typing import Any
 import yaml
 
 from dmuown.errors import OptionError
+from dmuown.policy.names import nearest
+
+#: Sizes of a layout, by the names of their options, and their keys in the section `distributed`.
+SIZES: Mapping[str, str] = {
+    "tp": "tp_size",
+    "ep": "ep_size",
+    "pp": "pp_size",
+    "cp": "cp_size",
+    "replicas": "dp_replicate_size",
+}
 
 _WORDS: dict[str, Any] = {"none": None, "None": None, "true": True, "True": True, "false": False, "False": False}
 _VARIABLE = re.compile(r"\$\{(?:oc\.env:)?(\w+)(?:[:,-][^}]*)?\}|\$(\w+)")
@@ -72,12 +82,20 @@ class _Loader(yaml.SafeLoader):
     """The safe loader; a key that appears twice in one mapping is an error, where YAML takes the last."""
 
 
-def read_document(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Document:
+def read_document(
+    path: str | os.PathLike[str], overrides: Sequence[str] = (), sizes: Mapping[str, int | None] | None = None
+) -> Document:
     """Read a file and apply `--dotted.key value` overrides.
+
+    Args:
+        path: The file.
+        overrides: The arguments.
+        sizes: Sizes of the layout, by the names of `SIZES`, instead of those in the YAML and the overrides; None leaves
+            those.
 
     Raises:
         FileError: No such file, no YAML, or no mapping at the top.
-        OptionError: A key twice, or an argument that is no override.
+        OptionError: A key twice, an argument that is no override, or a name that is no size.
     """
     file = Path(path)
     if not file.is_file():
@@ -100,10 +118,18 @@ def read_document(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -
             str(path), f"must be a mapping of sections, got {type(content).__name__}", "See configs/automodel"
         )
     config = _translated(content)
-    given = parse_overrides(overrides)
+    given = parse_overrides(overrides) | _layout(sizes or {})
     for dotted, value in given.items():
         _set(config, dotted, value)
     return Document(file, config, lines, tuple(given))
+
+
+def _layout(sizes: Mapping[str, int | None]) -> dict[str, Any]:
+    """{dotted key: value} of the sizes that are given."""
+    for name in sizes:
+        if name not in SIZES:
+            raise OptionError(name, "is no size of a layout", nearest(name, SIZES))
+    return {f"distributed.{SIZES[name]}": value for name, value in sizes.items() if value is not None}
 
 
 def _load(text: str) -> tuple[yaml.Node | None, Any]:
@@ -114,6 +140,12 @@ def _load(text: str) -> tuple[yaml.Node | None, Any]:
         return root, None if root is None else loader.construct_document(root)
     finally:
         loader.dispose()
+
+
+def parallel_size(document: Document, key: str) -> int:
+    """A size of the section `distributed`; 1 where it is not given or not a number."""
+    value = document.get(f"distributed.{key}")
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 1
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dmuown.automodel.checks.document import Document, with_variables
+from dmuown.automodel.checks.document import Document, parallel_size, with_variables
 from dmuown.automodel.checks.problems import Report
 from dmuown.automodel.checks.rules import Rule, any_value, dtype, either, mapping, one_of, optional, switch, text
 from dmuown.automodel.shapes import FAMILIES, find_model_config, model_parameters, read_model_config
@@ -91,6 +91,7 @@ def check_model(document: Document, report: Report, *, model_config: Path | None
     _check_weights(document, model_config.parent, report, key)
     if content.get("model_type") not in FAMILIES:
         return None
+    _check_heads(document, content, report)
     try:
         return model_parameters(
             content, where=str(model_config), host_layout=not document.get("model.force_hf", default=False)
@@ -152,6 +153,63 @@ def check_frozen(document: Document, report: Report, parameters: list[ParameterR
             ):
                 remedy = nearest(value, paths) if kind == "path" else "Write a pattern of module names"
                 report.error(f"{key}.{kind}", f"{value!r} matches no module of the model", remedy)
+
+
+#: Keys of the section `distributed.pipeline` that split the model otherwise than evenly over the ranks.
+_OWN_SPLIT = ("layers_per_stage", "module_fqns_per_model_part", "pp_schedule_csv")
+#: Schedules with one stage a rank; the others have two.
+_ONE_STAGE = ("1f1b", "gpipe")
+
+
+def check_stages(
+    document: Document, report: Report, parameters: list[ParameterRole] | None, *, own_optimizer: bool
+) -> None:
+    """Check the pipeline's stages: that each has a layer, and something to train where an optimizer is built of each.
+
+    Args:
+        document: The YAML.
+        report: Where to report.
+        parameters: The model's, if they are known.
+        own_optimizer: Whether the optimizer is one of ours, which refuses a stage that is frozen altogether.
+    """
+    count = parallel_size(document, "pp_size")
+    if parameters is None or count == 1:
+        return
+    pipeline = document.get("distributed.pipeline")
+    given = pipeline if isinstance(pipeline, Mapping) else {}
+    schedule = given.get("pp_schedule")
+    if any(given.get(key) is not None for key in _OWN_SPLIT) or (schedule and str(schedule).lower() not in _ONE_STAGE):
+        return  # how many stages there are, and of what, is not known here
+    from dmuown.automodel.planned.cluster import stages
+    from dmuown.automodel.planned.model import trainable_flags
+
+    try:
+        parts = stages(parameters, count)
+    except OptionError as error:
+        report.error("distributed.pp_size", error.rule, error.remedy)
+        return
+    if not own_optimizer or document.get("peft") is not None or report.has_error("freeze_config"):
+        return
+    flags = trainable_flags(document, parameters)
+    trained = {entry.name for entry, flag in zip(parameters, flags, strict=True) if flag}
+    frozen = [index for index, part in enumerate(parts) if not any(entry.name in trained for entry in part)]
+    if frozen:
+        report.error(
+            "distributed.pp_size",
+            f"{count} stages leave stage {frozen[0]} nothing to train: all of it is frozen by freeze_config",
+            "Lower it, or unfreeze some of it",
+        )
+
+
+def _check_heads(document: Document, content: Mapping[str, Any], report: Report) -> None:
+    """Under fsdp2 the host cuts attention between heads only; of queries there are multiples of those of keys."""
+    if document.get("distributed.strategy", "fsdp2") != "fsdp2":
+        return
+    key = "num_key_value_heads" if content.get("num_key_value_heads") else "num_attention_heads"
+    ranks, heads = parallel_size(document, "tp_size"), content.get(key)
+    if isinstance(heads, int) and heads % ranks:
+        rule = f"{ranks} does not divide the model's {heads} {key}"
+        report.error("distributed.tp_size", rule, "Give a size that divides them")
 
 
 def is_path(value: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -44,12 +44,14 @@ class Report:
     Attributes:
         path: The file.
         lines: Line of every dotted key.
+        overridden: Dotted keys whose values are not the file's: what is wrong with them, or below them, is on no line.
         problems: What was found.
         meant: Keys that the remedies of misspelled ones name.
     """
 
     path: str
     lines: dict[str, int] = field(default_factory=dict)
+    overridden: Collection[str] = ()
     problems: list[Problem] = field(default_factory=list)
     meant: set[str] = field(default_factory=set)
 
@@ -112,7 +114,10 @@ class Report:
     def _line(self, key: str) -> int | None:
         parts = key.replace("[", ".[").split(".")
         for depth in range(len(parts), 0, -1):
-            found = self.lines.get(".".join(parts[:depth]).replace(".[", "["))
+            dotted = ".".join(parts[:depth]).replace(".[", "[")
+            if dotted in self.overridden:
+                return None
+            found = self.lines.get(dotted)
             if found is not None:
                 return found
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dmuown.automodel.checks.document import Document
+from dmuown.automodel.checks.document import Document, parallel_size
 from dmuown.automodel.checks.problems import Report
 from dmuown.automodel.checks.restore import KEY as RESTORE
 from dmuown.automodel.checks.restore import check_algorithm, named_checkpoint
@@ -32,12 +32,6 @@ def check_relations(
     _validation(document, report)
     _loading(document, report)
     _defaults(document, report)
-
-
-def parallel_size(document: Document, name: str) -> int:
-    """A size of the `distributed` section; 1 where it is not given or not a number."""
-    value = document.get(f"distributed.{name}")
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 1
 
 
 def _number(document: Document, report: Report, key: str) -> Any:

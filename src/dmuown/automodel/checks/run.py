@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dmuown.automodel.checks import data, model, optimizer, relations
-from dmuown.automodel.checks.document import Document, read_document, unset_variables
+from dmuown.automodel.checks.document import Document, parallel_size, read_document, unset_variables
 from dmuown.automodel.checks.problems import Report
 from dmuown.automodel.checks.rules import Rule, text
 from dmuown.automodel.checks.sections import (
@@ -47,6 +47,7 @@ def check_config(
     overrides: Sequence[str] = (),
     *,
     world_size: int | None = None,
+    sizes: Mapping[str, int | None] | None = None,
     deep: bool = False,
     model_config: Path | None = None,
 ) -> Report:
@@ -56,16 +57,17 @@ def check_config(
         path: The file.
         overrides: `--dotted.key value` arguments, as `dmuown finetune` takes them.
         world_size: Processes of the job, to check that sizes divide; None leaves that out.
+        sizes: `tp`, `ep`, `pp`, `cp`, `replicas` that stand in for the YAML's; None leaves the YAML's.
         deep: Also load the file with the host itself and build its typed sections (10 s of imports).
         model_config: The model's `config.json`, where the YAML names a checkpoint that is not on this machine.
     """
     report = Report(str(path))
     try:
-        document = read_document(path, overrides)
+        document = read_document(path, overrides, sizes)
     except OptionError as error:
         report.error(error.subject, error.rule, error.remedy, line=getattr(error, "line", None))
         return report
-    report.lines = document.lines
+    report.lines, report.overridden = document.lines, document.overridden
     _check_host(report)
     _check_variables(document.config, "", report)
     _check_top(document, report)
@@ -89,6 +91,9 @@ def check_config(
     _check_routes(document, options, parameters, report)
     _check_ownership(document, report)
     relations.check_relations(document, report, options, world_size=world_size)
+    # Last of those of pp_size, whose first error is told.
+    own = own_options(document.get("optimizer._target_")) is not None
+    model.check_stages(document, report, parameters, own_optimizer=own)
     if deep and not report.errors:
         from dmuown.automodel.checks.deep import check_with_host
 
@@ -108,7 +113,7 @@ def _check_ownership(document: Document, report: Report) -> None:
     from dmuown.automodel.ownership import refusals
 
     # Tensor parallelism under ddp is told with the strategy to use.
-    told = section.get("strategy") == "ddp" and relations.parallel_size(document, "tp_size") > 1
+    told = section.get("strategy") == "ddp" and parallel_size(document, "tp_size") > 1
     for error in refusals(section):
         if not (told and error.subject == "distributed.strategy"):
             report.raised(error)

@@ -6,6 +6,7 @@ ownership  the same for the ownership runtime
 model      the parameters, which are trained, adapters
 memory     bytes by rank
 routes     the route table
+transfers  the table of transfers under the ownership runtime
 stage      all of it for one pipeline stage
 plan       all of it for a job, from its YAML
 """

@@ -181,14 +181,22 @@ def local_shape(
 
 
 def stages(entries: Sequence[ParameterRole], count: int) -> list[list[ParameterRole]]:
-    """Split parameters over pipeline stages: layers evenly, what precedes them first, what follows last."""
+    """Split parameters over pipeline stages, as the host does where its section `pipeline` says nothing else.
+
+    Layers evenly, the first stages one more where they do not divide; what precedes them first, what follows last.
+
+    Raises:
+        OptionError: More stages than layers.
+    """
     layers = [int(match.group(2)) for entry in entries if (match := _LAYER.search(entry.name))]
     depth = max(layers, default=-1) + 1
+    if count > max(1, depth):
+        raise OptionError("--pp", f"{count} stages are more than the {depth} layers", "Lower it")
+    fewest, longer = divmod(depth, count)
+    stage_of = [stage for stage in range(count) for _ in range(fewest + (stage < longer))]
     found: list[list[ParameterRole]] = [[] for _ in range(count)]
     for entry in entries:
         match = _LAYER.search(entry.name)
-        stage = int(match.group(2)) * count // depth if match else 0 if entry.role is Role.EMBEDDING else count - 1
+        stage = stage_of[int(match.group(2))] if match else 0 if entry.role is Role.EMBEDDING else count - 1
         found[stage].append(entry)
-    if any(not stage for stage in found):
-        raise OptionError("--pp", f"{count} stages are more than the {depth} layers", "Lower it")
     return found

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
+from dmuown.automodel.checks.document import Document
+from dmuown.errors import OptionError
 from dmuown.ownership.assignment import Item, assign_owners
 from dmuown.ownership.boundaries import Boundary
 from dmuown.ownership.plan import Entry, OwnershipPlan, build_plan, shard_rows
 from dmuown.policy.resolve import ResolvedRoute
 from dmuown.policy.roles import ParameterRole
+from dmuown.policy.schema import parse_dtype
 
 _BLOCK = re.compile(r"^(.*?\blayers\.\d+)\.")
 
@@ -34,6 +37,28 @@ class OwnershipRanks:
     parameters: list[float]
     moved: list[float]
     owned: list[list[str]]
+
+
+#: What the host computes and reduces in under fsdp2 where the YAML has no `distributed.mp_policy`.
+_HOST_PRECISION = (torch.bfloat16, torch.float32)
+
+
+def mixed_precision(document: Document) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """Return the dtypes of computation and of gradients' reduction that the host's fsdp2 would take from a YAML.
+
+    None is the parameters' own dtype, as in `torch.distributed.fsdp.MixedPrecisionPolicy`.
+
+    Raises:
+        OptionError: The section `distributed.mp_policy` is none, or names no dtype.
+    """
+    key = "distributed.mp_policy"
+    section = document.get(key)
+    if section is None:
+        return _HOST_PRECISION
+    if not isinstance(section, Mapping):
+        raise OptionError(key, f"must be a section of keys, got {section!r}", "Indent its keys below it")
+    compute, reduce = (parse_dtype(section.get(name), f"{key}.{name}") for name in ("param_dtype", "reduce_dtype"))
+    return compute, reduce
 
 
 def plan_ownership(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dmuown.automodel.checks.document import Document, read_document
+from dmuown.automodel.checks.document import SIZES, Document, read_document
 from dmuown.automodel.checks.problems import Report
 from dmuown.automodel.checks.relations import check_batches
 from dmuown.automodel.dmuon_options import DMuonOptions, own_options
@@ -16,7 +16,7 @@ from dmuown.automodel.planned.cluster import Cluster, stages
 from dmuown.automodel.planned.exchange import BucketPlan
 from dmuown.automodel.planned.memory import RankBytes
 from dmuown.automodel.planned.model import KnownModel, plan_model
-from dmuown.automodel.planned.ownership import OwnershipRanks
+from dmuown.automodel.planned.ownership import OwnershipRanks, mixed_precision
 from dmuown.automodel.planned.routes import RouteRow, with_layers
 from dmuown.automodel.planned.stage import plan_stage
 from dmuown.errors import OptionError
@@ -68,6 +68,7 @@ class JobPlan:
             "routes": [row.to_dict() for row in self.routes],
             "exchange": [bucket.to_dict() for bucket in self.buckets],
             "transfers": [found.plan.per_step() for found in self.ownership],
+            "ownership": [found.plan.to_dict() for found in self.ownership],
             "by_rank": self.ranks.to_dict(),
             "notes": list(self.notes),
         }
@@ -97,18 +98,19 @@ def plan_job(
         known: The model's parameters, where they are known from elsewhere.
 
     Raises:
-        OptionError: A bad optimizer section, sizes that do not divide, an unknown family, no `config.json`, adapters
-            that are not known here.
+        OptionError: A bad section of the optimizer or of mixed precision, sizes that do not divide, an unknown family,
+            no `config.json`, adapters that are not known here.
         ParameterError: The policy leaves a vector on `muon`.
     """
-    document = read_document(path, overrides)
+    document = read_document(path, overrides, sizes)
     options = _options(document)
-    chosen = _sizes(document, sizes or {})
+    chosen = _sizes(document)
     if isinstance(options, DMuonOptions):
         from dmuown.automodel.ownership import check_sizes
 
         # Before whether they divide: what is refused stays refused.
         check_sizes({f"{name}_size": chosen[name] for name in ("pp", "ep", "cp")})
+        options.mixed_precision = mixed_precision(document)
     cluster = Cluster(world_size, **chosen)
     _check_data_parallel(document, cluster)
     plan = JobPlan(str(path), type(options).title(), cluster)
@@ -144,13 +146,11 @@ def _options(document: Document) -> MatrixOptions:
         raise OptionError(f"optimizer.{error.subject}", error.rule, error.remedy) from None
 
 
-def _sizes(document: Document, sizes: Mapping[str, int | None]) -> dict[str, int]:
-    """The sizes of the command line, or those of the YAML."""
-    keys = {"tp": "tp_size", "ep": "ep_size", "pp": "pp_size", "cp": "cp_size", "replicas": "dp_replicate_size"}
+def _sizes(document: Document) -> dict[str, int]:
+    """The sizes of the layout, by the names of their options."""
     chosen: dict[str, int] = {}
-    for name, key in keys.items():
-        given = sizes.get(name)
-        value = given if given is not None else document.get(f"distributed.{key}")
+    for name, key in SIZES.items():
+        value = document.get(f"distributed.{key}")
         if value is None:
             value = 1
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -109,13 +109,19 @@ def with_layers(rows: Iterable[RouteRow]) -> list[RouteRow]:
     for row, numbers in joined.items():
         patterns[row.pattern].append(numbers)
     return [
-        replace(row, pattern=_named(row.pattern, numbers, patterns[row.pattern]), count=len(numbers))
+        replace(row, pattern=name_layers(row.pattern, numbers, patterns[row.pattern]), count=len(numbers))
         for row, numbers in joined.items()
     ]
 
 
-def _named(pattern: str, numbers: Sequence[tuple[int, ...]], all_rows: Sequence[Sequence[tuple[int, ...]]]) -> str:
-    """The pattern with the numbers that tell a row from the others of its pattern."""
+def name_layers(pattern: str, numbers: Sequence[tuple[int, ...]], all_rows: Sequence[Sequence[tuple[int, ...]]]) -> str:
+    """Return a pattern with the numbers that tell a row from the others of its pattern.
+
+    Args:
+        pattern: A name with `*` for numbers.
+        numbers: Those of the row's members, one tuple each, in the order of the stars.
+        all_rows: The same of every row of the pattern, this one among them.
+    """
     if len(all_rows) == 1:
         return pattern
     first, *rest = pattern.split("*")

@@ -81,7 +81,9 @@ def plan_stage(
     policy = options.param_policy
     owned = isinstance(options, DMuonOptions)
     if isinstance(options, DMuonOptions):
-        policy = options.routes()
+        from dmuown.automodel.ownership import policy_with_precision
+
+        policy = policy_with_precision(options)
     routes: Mapping[str, ResolvedRoute] = {}
     if policy is not None:
         routes = resolve_routes(
