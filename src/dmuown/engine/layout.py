@@ -307,17 +307,31 @@ def local_part(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement])
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return whole.new_empty(0)
-    indices = [
-        _cut_axis(torch.arange(size), 0, axis, whole.ndim, placements, tuple(mesh.shape), tuple(coordinate))
-        for axis, size in enumerate(whole.shape)
-    ]
-    for axis, index in enumerate(indices):
+    for axis, index in enumerate(_positions_at(whole.shape, placements, mesh, coordinate)):
         held = _as_slice(index)
         if isinstance(held, slice):
             whole = whole.narrow(axis, held.start, held.stop - held.start)
         else:
             whole = whole.index_select(axis, held.to(whole.device))
     return whole
+
+
+def held_positions(param: Tensor) -> list[Tensor]:
+    """Return, for each axis, which indices of the whole parameter this rank holds: int64, on the host."""
+    if not isinstance(param, DTensor):
+        return [torch.arange(size) for size in param.shape]
+    coordinate = param.device_mesh.get_coordinate()
+    assert coordinate is not None, "checked when the record was made"
+    return _positions_at(param.shape, param.placements, param.device_mesh, coordinate)
+
+
+def _positions_at(
+    shape: Sequence[int], placements: Sequence[Placement], mesh: DeviceMesh, coordinate: Sequence[int]
+) -> list[Tensor]:
+    return [
+        _cut_axis(torch.arange(size), 0, axis, len(shape), placements, tuple(mesh.shape), tuple(coordinate))
+        for axis, size in enumerate(shape)
+    ]
 
 
 def _cut_axis(

@@ -31,6 +31,7 @@ from dmuown.engine.records import (
     ParamRecord,
     as_groups,
     check_complete,
+    check_distinct,
     check_mesh_type,
     check_not_dedicated_since,
     make_records,
@@ -38,6 +39,7 @@ from dmuown.engine.records import (
     split_by_optim_dtype,
     warn_of_narrow_storage,
 )
+from dmuown.engine.rounding import Roundings
 from dmuown.engine.state import add_missing_buffers
 from dmuown.engine.streams import SideStreams
 from dmuown.engine.whole import update_whole
@@ -102,6 +104,7 @@ class MuonEngine(_MuonBase):
         self._part: list[joint.Joint] = []
         self._plan: Plan | None = None
         self._held_lrs: dict[int, Tensor] = {}
+        self._roundings = Roundings()
         self._streams: SideStreams | None = None
         self._agreed = False
         self._complete = False
@@ -161,7 +164,7 @@ class MuonEngine(_MuonBase):
         complete_group(group, where, self._class_defaults)
         names = names or group.get("param_names")
         records = make_records(tensors, names, group, index)
-        self._check_unused(records)
+        check_distinct([*self._records, *records])
         if names:
             group["params"] = list(zip(names, tensors, strict=True))
         if group["capturable"] and records:
@@ -200,25 +203,6 @@ class MuonEngine(_MuonBase):
         for record in records:
             self._records.remove(record)
             del self._record_of[record.param]
-
-    def _check_unused(self, records: Iterable[ParamRecord]) -> None:
-        seen = dict(self._record_of)
-        for record in records:
-            if record.param in seen:
-                other = seen[record.param]
-                raise ParameterError(
-                    record.name,
-                    f"appears twice: also as {other.name!r} in param group {other.group_index}",
-                    "Pass every parameter once (tied weights share one parameter)",
-                )
-            seen[record.param] = record
-        known = {record.name for record in self._records}
-        for record in records:
-            if record.name in known:
-                raise ParameterError(
-                    record.name, "names two parameters", "Give each its own name: checkpoints go by them"
-                )
-            known.add(record.name)
 
     @torch.no_grad()
     def _get_or_initialize_state(self, param: Tensor, algo: str) -> dict[str, Any]:
@@ -271,6 +255,7 @@ class MuonEngine(_MuonBase):
         self._gradients = {
             record.param: grad for record, grad in zip(self._records, gradients, strict=True) if grad is not None
         }
+        self._roundings.begin_step(self._records, self.param_groups)
         self._advance_host_step_counters()
         self.orthogonalized = 0
         try:
@@ -321,11 +306,11 @@ class MuonEngine(_MuonBase):
         """The sentence: one bucket, or as much of it as `batch_size` allows."""
         algorithm = chunk.algorithm
         if algorithm.updates_whole_tensors():
-            yield from update_whole(chunk, self.state, self._gradients)
+            yield from update_whole(chunk, self.state, self._gradients, self._roundings.of)
             self.orthogonalized += chunk.matrices
             return
         working = chunk.working_set()
-        batch = chunk.batch(self.state, self._gradients, working)
+        batch = chunk.batch(self.state, self._gradients, working, self._roundings.of)
         if working.in_flight:
             yield None  # state is on its way from the host: let other tasks compute
         working.wait()
@@ -356,7 +341,8 @@ class MuonEngine(_MuonBase):
         for start in range(0, len(stepping), size):
             part = stepping[start : start + size]
             working = WorkingSet(compute_device(local_tensor(part[0].param), group))
-            weights, state = load_elementwise(algorithm, [record.param for record in part], self.state, group, working)
+            params = [record.param for record in part]
+            weights, state = load_elementwise(algorithm, params, self.state, group, working, self._roundings.of)
             gradients = [working.read(self._gradients[record.param]) for record in part]
             if working.in_flight:
                 yield
@@ -425,7 +411,9 @@ class MuonEngine(_MuonBase):
         return self._plan
 
     def _make_plan(self) -> None:
-        self._plan = make_plan(self._records, self.param_groups, self._newton_schulz)
+        plan = make_plan(self._records, self.param_groups, self._newton_schulz)
+        self._roundings.prepare(self._records, self.param_groups)
+        self._plan = plan
 
     def _rebuild_records(self) -> None:
         """After unpickling or copying: the tensors are new, the groups are complete."""
@@ -435,6 +423,11 @@ class MuonEngine(_MuonBase):
         self._record_of = {record.param: record for record in self._records}
 
     # ------------------------------------------------------------------ checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state dict, with the steps that replays of one's own graphs counted."""
+        self._roundings.save_counts(self.param_groups)
+        return super().state_dict()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -460,6 +453,7 @@ class MuonEngine(_MuonBase):
             state_dict = state_dict if replaced is None else replaced
         checked = loading.check(self, state_dict)
         loading.apply(self, checked)
+        self._roundings.load_counts(self.param_groups)
         if checked.replan:
             self._rebuild_records()
             self._make_plan()
@@ -484,6 +478,7 @@ class MuonEngine(_MuonBase):
             group["step"] += 1
 
     def __getstate__(self) -> dict[str, Any]:
+        self._roundings.save_counts(self.param_groups)
         own = ("_class_defaults", "_newton_schulz", "_nonfinite", "_rows_unverified")
         return {**super().__getstate__(), **{key: self.__dict__[key] for key in own}}
 
@@ -492,6 +487,7 @@ class MuonEngine(_MuonBase):
         self._complete = True
         self._gradients, self._part = {}, []
         self._held_lrs, self._streams, self._agreed = {}, None, False
+        self._roundings = Roundings()
         # The plan waits until it is needed: making it is collective.
         self._plan = None
         self._rebuild_records()

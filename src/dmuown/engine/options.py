@@ -70,6 +70,7 @@ COMMON_OPTIONS: dict[str, Any] = {
     "offload_state": False,
     "master_weights": False,
     "stochastic_rounding": False,
+    "rounding_seed": 0,
     "state_version": STATE_VERSION,
 }
 
@@ -91,6 +92,7 @@ RUN_LEVEL_OPTIONS = (
     "offload_state",
     "master_weights",
     "stochastic_rounding",
+    "rounding_seed",
 )
 
 #: Constructor arguments that groups of any algorithm inherit; the others stay with the optimizer's own algorithm.
@@ -363,6 +365,9 @@ def _validate_storage(group: dict[str, Any], where: str) -> None:
             f"must be None or one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}",
             f"Did you mean {near[0]!r}" if near else "",
         )
+    seed = group.get("rounding_seed", 0)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise OptionError(f"{where}: rounding_seed", f"must be an integer, got {seed!r}")
     if group.get("master_weights") and group.get("stochastic_rounding"):
         raise OptionError(f"{where}: stochastic_rounding", "excludes master_weights", "Set only one of them")
     if group.get("optim_dtype") is None:

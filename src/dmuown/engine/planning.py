@@ -20,9 +20,11 @@ from dmuown.engine.layout import local_tensor
 from dmuown.engine.owners import assign_owners
 from dmuown.engine.plan import Bucket, join_team, make_bucket
 from dmuown.engine.records import ParamRecord
+from dmuown.engine.rounding import rounds_stochastically
 from dmuown.errors import PlanMismatchError
 from dmuown.orthogonalize import resolve_orthogonalizer
 from dmuown.state.lowbit import is_low_bit
+from dmuown.state.rounding import Rounding
 from dmuown.state.spec import MASTER_WEIGHT, OPTIM_DTYPES
 from dmuown.state.working import WorkingSet, compute_device
 
@@ -33,6 +35,7 @@ MAX_CONCURRENT_TASKS = 3
 OFFLOAD_BATCH_SIZE = 16
 
 State = Mapping[Tensor, Mapping[str, Any]]
+RoundingOf = Mapping[Tensor, Rounding]
 
 
 @dataclass
@@ -67,13 +70,16 @@ class Chunk:
         """An empty working set on the device that computes."""
         return WorkingSet(compute_device(local_tensor(self.bucket.params[0]), self.group))
 
-    def batch(self, state: State, gradients: Mapping[Tensor, Tensor], working: WorkingSet) -> MatrixBatch:
+    def batch(
+        self, state: State, gradients: Mapping[Tensor, Tensor], working: WorkingSet, rounding: RoundingOf
+    ) -> MatrixBatch:
         """Load the chunk's parameters, gradients and state as logical matrices.
 
         Args:
             state: The optimizer's state.
             gradients: Local gradients of the parameters that step.
             working: Holds copies of what is not worked on in place; the caller stores it afterwards.
+            rounding: How weights are rounded, of those that are so stochastically.
         """
         bucket, layout = self.bucket, self.bucket.layout
         params = self.params
@@ -89,7 +95,9 @@ class Chunk:
             views[key] = tensors
         return MatrixBatch(
             names=[bucket.names[index] for index in self.selected],
-            weights=[layout.logical(load_weight(param, state[param], self.group, working)) for param in params],
+            weights=[
+                layout.logical(load_weight(param, state[param], self.group, working, rounding)) for param in params
+            ],
             gradients=[layout.logical(working.read(gradients[param].detach().contiguous())) for param in params],
             state=DeclaredState(self.algorithm.name, views),
             options=self.group,
@@ -102,7 +110,9 @@ class Chunk:
         )
 
 
-def load_weight(param: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], working: WorkingSet) -> Tensor:
+def load_weight(
+    param: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], working: WorkingSet, rounding: RoundingOf
+) -> Tensor:
     """The local weight to work on: the parameter itself, its fp32 master, or a copy.
 
     A copy where the parameter is not on the compute device, or where the group's `optim_dtype` is wider: updates
@@ -113,9 +123,10 @@ def load_weight(param: Tensor, state: Mapping[str, Any], group: Mapping[str, Any
         master = working.load(local_tensor(state[MASTER_WEIGHT]))
         working.mirror(local, master)
         return master
-    stochastic = group["stochastic_rounding"] and local.dtype == torch.bfloat16
+    if rounds_stochastically(param, group):
+        return working.load(local, dtype=torch.float32, rounding=rounding[param])
     wide = torch.promote_types(local.dtype, OPTIM_DTYPES[group["optim_dtype"]]) if group["optim_dtype"] else None
-    return working.load(local, dtype=torch.float32 if stochastic else wide, stochastic=stochastic)
+    return working.load(local, dtype=wide)
 
 
 def load_elementwise(
@@ -124,12 +135,13 @@ def load_elementwise(
     state: State,
     group: Mapping[str, Any],
     working: WorkingSet,
+    rounding: RoundingOf,
 ) -> tuple[list[Tensor], DeclaredState[list[Tensor]]]:
     """Local weights and state of one device and dtype, which is what fused kernels take.
 
     Where storage dtypes differ (16-bit weights with fp32 state), the step works in the wider one.
     """
-    weights = [load_weight(param, state[param], group, working) for param in params]
+    weights = [load_weight(param, state[param], group, working, rounding) for param in params]
     buffers = [key for key, spec in algorithm.state_spec.items() if spec.like == "grad"]
     dtype = weights[0].dtype
     for stored in (local_tensor(state[param][key]) for param in params for key in buffers):
@@ -359,7 +371,7 @@ def _first_words(here: str, there: str) -> str:
     return "; ".join(pairs)
 
 
-#: Group keys that may differ between ranks without harm.
+#: Group keys that may differ between ranks without harm: the step too, but where random numbers follow from it.
 _RANK_LOCAL = frozenset({"params", "param_names", "step"})
 
 
@@ -369,5 +381,6 @@ def _describe(record: ParamRecord, group: Mapping[str, Any]) -> str:
     if isinstance(param, DTensor):
         # The mesh as a whole: ranks at different places of different meshes would wait for each other.
         fields |= {"placements": param.placements, "mesh": param.device_mesh.mesh.tolist()}
-    fields |= {key: value for key, value in sorted(group.items()) if key not in _RANK_LOCAL}
+    compared = group.keys() - _RANK_LOCAL | ({"step"} if rounds_stochastically(param, group) else set())
+    fields |= {key: group[key] for key in sorted(compared)}
     return "; ".join(f"{key} {value}" for key, value in fields.items())

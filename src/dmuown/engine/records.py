@@ -242,6 +242,30 @@ def check_complete(groups: Iterable[Any]) -> None:
             )
 
 
+def check_distinct(records: Sequence[ParamRecord]) -> None:
+    """Refuse a parameter, or a name, that an optimizer would hold twice.
+
+    Raises:
+        ParameterError: Naming the later one.
+    """
+    seen: dict[Tensor, ParamRecord] = {}
+    for record in records:
+        other = seen.setdefault(record.param, record)
+        if other is not record:
+            raise ParameterError(
+                record.name,
+                f"appears twice: also as {other.name!r} in param group {other.group_index}",
+                "Pass every parameter once (tied weights share one parameter)",
+            )
+    names: set[str] = set()
+    for record in records:
+        if record.name in names:
+            raise ParameterError(
+                record.name, "names two parameters", "Give each its own name: checkpoints and random numbers go by them"
+            )
+        names.add(record.name)
+
+
 def check_not_dedicated_since(records: Iterable[ParamRecord]) -> None:
     """Refuse to step parameters that were dedicated after the optimizer had been built for them.
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from dmuown.algorithms import DeclaredState
 from dmuown.algorithms.whole import full_tensor, is_permuted, log_once, lr_ratio, using_options
 from dmuown.engine.layout import MatrixLayout, local_tensor
-from dmuown.engine.planning import Chunk, State, load_weight
+from dmuown.engine.planning import Chunk, RoundingOf, State, load_weight
 from dmuown.errors import OptionError
 
 #: The names that whole-tensor updates know options by, beside their own.
@@ -32,13 +32,16 @@ _OPTION_NAMES = {
 _NOT_PASSED = frozenset({"params", "param_names", "mu", "scheme", "maximize", *_OPTION_NAMES})
 
 
-def update_whole(chunk: Chunk, state: State, gradients: Mapping[Tensor, Tensor]) -> Generator[None, None, None]:
+def update_whole(
+    chunk: Chunk, state: State, gradients: Mapping[Tensor, Tensor], rounding: RoundingOf
+) -> Generator[None, None, None]:
     """Update the parameters of a chunk by their algorithm's `update` or `foreach_update`.
 
     Args:
         chunk: What steps.
         state: The optimizer's state.
         gradients: Local gradients of the parameters that step, on every rank the same parameters.
+        rounding: How weights are rounded, of those that are so stochastically.
     """
     algorithm, layout, working = chunk.algorithm, chunk.bucket.layout, chunk.working_set()
     gathered = _Gathered() if _misleads_dtensor(chunk.params[0]) else None
@@ -46,7 +49,7 @@ def update_whole(chunk: Chunk, state: State, gradients: Mapping[Tensor, Tensor])
     params, grads = [], []
     values: dict[str, list[Tensor]] = {key: [] for key in algorithm.state_spec}
     for param in chunk.params:
-        params.append(present(load_weight(param, state[param], chunk.group, working), param, layout))
+        params.append(present(load_weight(param, state[param], chunk.group, working, rounding), param, layout))
         grads.append(present(working.read(gradients[param].detach()).clone(), param, layout))
         for key, spec in algorithm.state_spec.items():
             stored = state[param][key]

@@ -8,6 +8,7 @@ Importing this package imports no Triton; its modules do. Ask `available()` firs
 | `hopper` | the same on the bulk copy engine and `wgmma` (16-bit, Hopper) |
 | `table` | tile shapes per problem, measured, checked in |
 | `rows` | everything around orthogonalization, one launch for many tensors |
+| `rounding` | stochastic rounding of a tensor, one launch |
 | `triton_operations`, `quack_operations` | the operation tables of `dmuown.orthogonalize` |
 """
 

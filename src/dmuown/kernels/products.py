@@ -56,13 +56,13 @@ def multiply(
             diagonal = out.diagonal(dim1=-2, dim2=-1)
             diagonal.copy_(diagonal.float() + shift)
         return out
-    if not (_hopper(a.device) and _by_copy_engine(a, b, c, alpha, beta, shift, symmetric, out)):
+    if not (is_hopper(a.device) and _by_copy_engine(a, b, c, alpha, beta, shift, symmetric, out)):
         _by_pointers(a, b, c, alpha, beta, shift, symmetric, out)
     return out
 
 
 @cache
-def _hopper(device: torch.device) -> bool:
+def is_hopper(device: torch.device) -> bool:
     """Whether the copy-engine kernel runs there: compute capability 9.x."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 

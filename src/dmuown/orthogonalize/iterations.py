@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dmuown.orthogonalize.backends import Operations
 from dmuown.orthogonalize.coefficients import Triple
-from dmuown.orthogonalize.stages import count_places, plan_stages, split_runs
+from dmuown.orthogonalize.stages import count_places, plan_runs
 
 
 def iterate(x: Tensor, triples: Sequence[Triple], ops: Operations, restarts: Collection[int]) -> Tensor:
@@ -34,7 +34,7 @@ def iterate(x: Tensor, triples: Sequence[Triple], ops: Operations, restarts: Col
         [B, m, n], a new tensor or x's memory.
     """
     batch, m, _ = x.shape
-    runs = [plan_stages(run) for run in split_runs(triples, restarts)]
+    runs = plan_runs(tuple(triples), frozenset(restarts))
     places = torch.empty((max(map(count_places, runs)), batch, m, m), dtype=x.dtype, device=x.device)
     spare = torch.empty_like(x)
     for stages in runs:

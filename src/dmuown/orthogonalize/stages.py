@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -25,10 +26,11 @@ class Stage(NamedTuple):
     triple: Triple | None
 
 
-def split_runs(triples: Sequence[Triple], restarts: Collection[int]) -> list[Sequence[Triple]]:
-    """The steps from each start to the next restart."""
+@lru_cache(maxsize=256)
+def plan_runs(triples: tuple[Triple, ...], restarts: frozenset[int]) -> tuple[tuple[Stage, ...], ...]:
+    """The stages from each start to the next restart."""
     starts = [0, *(step for step in range(1, len(triples)) if step in restarts), len(triples)]
-    return [triples[start:stop] for start, stop in pairwise(starts)]
+    return tuple(tuple(plan_stages(triples[start:stop])) for start, stop in pairwise(starts))
 
 
 def plan_stages(triples: Sequence[Triple]) -> list[Stage]:

@@ -23,8 +23,10 @@ import torch
 from torch import Tensor
 
 from dmuown.state.lowbit import dequantize, is_low_bit
+from dmuown.state.rounding import Rounding
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
+_copying: set[torch.device] = set()
 
 
 def compute_device(local: Tensor, options: Mapping[str, Any]) -> torch.device:
@@ -38,25 +40,13 @@ def compute_device(local: Tensor, options: Mapping[str, Any]) -> torch.device:
     return local.device
 
 
-def round_stochastically(value: Tensor) -> Tensor:
-    """Round fp32 to bf16, up or down with probabilities that make the result exact on average.
-
-    The 16 bits that bf16 drops get a uniform 16-bit number added before they are cut off. Numbers that
-    are not finite stay as they are. Draws from the device's default generator.
-    """
-    bits = value.contiguous().view(torch.int32)
-    noise = torch.randint_like(bits, 1 << 16)
-    rounded = ((bits + noise) & -65536).view(torch.float32)
-    return torch.where(torch.isfinite(value), rounded, value).to(torch.bfloat16)
-
-
 @dataclass
 class _Copy:
     """A working tensor that is not the stored one."""
 
     stored: Tensor
     working: Tensor
-    stochastic: bool = False
+    rounding: Rounding | None = None
 
 
 @dataclass
@@ -73,13 +63,13 @@ class WorkingSet:
     _copies: list[_Copy] = field(default_factory=list)
     _event: torch.cuda.Event | None = None
 
-    def load(self, stored: Tensor, *, dtype: torch.dtype | None = None, stochastic: bool = False) -> Tensor:
+    def load(self, stored: Tensor, *, dtype: torch.dtype | None = None, rounding: Rounding | None = None) -> Tensor:
         """Return what to work on in place of `stored`: itself, or a copy that `store` writes back.
 
         Args:
             stored: A local tensor: plain, low-bit, or on the host.
             dtype: Working dtype; None keeps the stored one (fp32 for low-bit state).
-            stochastic: Whether a narrower stored dtype is rounded to stochastically (bf16 only).
+            rounding: How the fp32 copy of bf16 weights is rounded, where not to the nearest.
         """
         low_bit = is_low_bit(stored)
         wanted = dtype or (torch.float32 if low_bit else stored.dtype)
@@ -87,7 +77,7 @@ class WorkingSet:
             return stored
         working = self._fetch(stored, wanted)
         self.copied += working.numel() * working.element_size()
-        self._copies.append(_Copy(stored, working, stochastic))
+        self._copies.append(_Copy(stored, working, rounding))
         return working
 
     def read(self, source: Tensor) -> Tensor:
@@ -113,7 +103,7 @@ class WorkingSet:
         """Write working copies back to where they are kept."""
         # Latest first: a copy may have been made of another one.
         for copy in reversed(self._copies):
-            value = round_stochastically(copy.working) if copy.stochastic else copy.working
+            value = copy.working if copy.rounding is None else copy.rounding(copy.working)
             if copy.stored.device == self.device or self.device.type != "cuda":
                 copy.stored.copy_(value)
                 continue
@@ -154,13 +144,17 @@ def _copy_to_host(stored: Tensor, value: Tensor) -> None:
 
 
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream that copies between the host and a CUDA device."""
+    """The stream that copies between the host and a CUDA device; `finish_copies` waits for what it is given."""
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
+    _copying.add(device)
     return _streams[device]
 
 
 def finish_copies() -> None:
-    """Wait on the host until state that lives there is complete; nothing to do where no copy was made."""
-    for stream in _streams.values():
-        stream.synchronize()
+    """Wait on the host until state that lives there is complete; nothing to do where this step made no copy.
+
+    A step that is recorded makes none, and must not wait because another optimizer's step once did.
+    """
+    while _copying:
+        _streams[_copying.pop()].synchronize()

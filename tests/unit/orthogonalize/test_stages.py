@@ -10,7 +10,7 @@ from dmuown.orthogonalize import Orthogonalizer
 from dmuown.orthogonalize.backends import TORCH
 from dmuown.orthogonalize.coefficients import Triple
 from dmuown.orthogonalize.iterations import iterate
-from dmuown.orthogonalize.stages import count_places, plan_stages, split_runs
+from dmuown.orthogonalize.stages import Stage, count_places, plan_runs, plan_stages
 
 TRIPLES: list[Triple] = [(3.4 - 0.2 * i, -4.7 + 0.3 * i, 2.0 + 0.1 * i) for i in range(6)]
 
@@ -48,9 +48,12 @@ def test_stages_take_no_more_room_or_products_than_counted(steps: int, places: i
 
 
 def test_runs_begin_at_restarts() -> None:
-    assert split_runs(TRIPLES[:5], {0, 2, 9}) == [TRIPLES[:2], TRIPLES[2:5]]
-    assert split_runs(TRIPLES[:3], range(3)) == [TRIPLES[:1], TRIPLES[1:2], TRIPLES[2:3]]
-    assert split_runs(TRIPLES[:2], ()) == [TRIPLES[:2]]
+    def planned(*runs: list[Triple]) -> tuple[tuple[Stage, ...], ...]:
+        return tuple(tuple(plan_stages(run)) for run in runs)
+
+    assert plan_runs(tuple(TRIPLES[:5]), frozenset({0, 2, 9})) == planned(TRIPLES[:2], TRIPLES[2:5])
+    assert plan_runs(tuple(TRIPLES[:3]), frozenset(range(3))) == planned(TRIPLES[:1], TRIPLES[1:2], TRIPLES[2:3])
+    assert plan_runs(tuple(TRIPLES[:2]), frozenset()) == planned(TRIPLES[:2])
 
 
 def transposed_product(a: Tensor, b: Tensor) -> Tensor:
