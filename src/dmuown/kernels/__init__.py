@@ -5,7 +5,9 @@ Importing this package imports no Triton; its modules do. Ask `available()` firs
 | module | what |
 |---|---|
 | `products` | batched products over any strides and sizes, half computed where symmetric |
-| `hopper` | the same on the bulk copy engine and `wgmma` (16-bit, Hopper) |
+| `hopper`, `hopper_launch` | the same on the bulk copy engine and `wgmma` (16-bit, Hopper), and its host side |
+| `hopper_chain`, `chain` | all m x m products between two passes over the wide side in one kernel, and its host side |
+| `normalize` | division by the Frobenius norm |
 | `table` | tile shapes per problem, measured, checked in |
 | `rows` | everything around orthogonalization, one launch for many tensors |
 | `rounding` | stochastic rounding of a tensor, one launch |

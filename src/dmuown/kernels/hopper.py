@@ -201,7 +201,7 @@ def multiply_tile(
 
 @gluon.jit
 def add_identity(value, shift, m0, n0):
-    """Add `shift` to what lies on the diagonal of a half tile whose first row and column are m0 and n0."""
+    """Add `shift` to what lies on the diagonal of a part of a tile whose first row and column are m0 and n0."""
     if n0 < m0 + value.shape[0] and m0 < n0 + value.shape[1]:
         rows = gl.arange(0, value.shape[0], layout=gl.SliceLayout(1, value.type.layout))
         columns = gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, value.type.layout))

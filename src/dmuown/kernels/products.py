@@ -39,7 +39,7 @@ def multiply(
             where n == m.
         symmetric: The caller's promise that the exact result is symmetric (n == m): tiles above the diagonal
             are copied from below it, so the stored result is symmetric bit for bit off the diagonal tiles.
-        out: [B, m, n], may be uninitialised, overlaps no operand except that it may be `c`'s own memory never.
+        out: [B, m, n], may be uninitialised, overlaps no operand, `c` included.
 
     Returns:
         `out`, or a new contiguous [B, m, n].

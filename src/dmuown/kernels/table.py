@@ -1,6 +1,6 @@
 """Tile shapes by problem, measured on the cards named, checked in: nothing is tuned at run time.
 
-`benchmarks/bench_products.py --sweep` prints the measurements that these choices come from.
+The measurements are in `docs/lab-log.md` and `benchmarks/results`.
 """
 
 from __future__ import annotations

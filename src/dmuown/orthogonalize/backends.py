@@ -1,8 +1,10 @@
 """The operation table that the iterations are written over, and the choice of who provides it.
 
-The iterations (`iterations.py`) know four products and nothing else. `torch` provides them here;
-`triton` and `quack` come from `dmuown.kernels` by the same protocol, and are imported only when
-asked for, or when a CUDA tensor meets `backend="auto"`.
+The iterations (`iterations.py`) know two operations: `run` makes the m x m matrices of planned stages
+(`stages.py`) from the wide one, `product` multiplies the wide one by the last of them. The others are what `run`
+consists of where each stage is a product by itself. `torch` provides all of them here; `triton` and `quack` come from
+`dmuown.kernels` by the same protocol, and are imported only when asked for, or when a CUDA tensor meets
+`backend="auto"`.
 """
 
 from __future__ import annotations

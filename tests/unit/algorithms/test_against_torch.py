@@ -63,9 +63,9 @@ def torchs_iteration(x: Tensor, epsilon: float) -> Tensor:
 def test_muon_equals_torchs(shape: tuple[int, int], adjust: str, settings: dict[str, Any], iteration: str) -> None:
     """With torch's choices: EMA momentum, a clamped norm, Keller Jordan's coefficients, bf16 iteration.
 
-    Bit-equal but for one rounding: torch takes the Frobenius norm in bf16, and we take it in fp32. So the momentum is
-    always bit-equal, and the weights are with torch's iteration plugged in; with ours an update differs by what bf16
-    makes of small singular values, less than 5% in norm.
+    The momentum is always bit-equal, and the weights are with torch's iteration plugged in. With ours an update differs
+    by what bf16 makes of small singular values, less than 8% in norm: torch takes the Frobenius norm in bf16 and adds
+    a x to B x, we take the norm in fp32 and round a I + B before it meets x.
     """
     mine, theirs = (torch.nn.Parameter(initial(*shape, dtype=torch.float32)) for _ in range(2))
     common = {"lr": 0.02, "weight_decay": 0.1, **settings}
@@ -93,7 +93,7 @@ def test_muon_equals_torchs(shape: tuple[int, int], adjust: str, settings: dict[
             assert torch.equal(mine, theirs)
         else:
             difference = (mine.detach() - theirs.detach()).norm() / (theirs.detach() - before).norm()
-            assert difference <= 0.05
+            assert difference <= 0.08
             with torch.no_grad():
                 mine.copy_(theirs)
 

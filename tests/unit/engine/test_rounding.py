@@ -108,7 +108,7 @@ def rounded_up(before: Tensor, after: Tensor) -> Tensor:
 
 
 def test_parameters_steps_groups_and_seeds_draw_apart() -> None:
-    """From the same weights by the same small steps: about a quarter moves each time, and never the same quarter."""
+    """From the same weights by the same small steps: about an eighth moves each time, and never the same eighth."""
     patterns = []
     for options in ({}, {"rounding_seed": 1}, {"step": 7}, {"names": "ab"}):
         params, optimizer = make(**options)
