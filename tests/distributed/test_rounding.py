@@ -240,3 +240,23 @@ def not_from_placements(rank: int, world_size: int) -> None:
 
 def test_shards_of_unknown_positions_are_refused(ranks2: RankPool) -> None:
     ranks2.run(not_from_placements)
+
+
+def one_odd_shard(rank: int, world_size: int) -> None:
+    layout = Layout((8,), (0, 1), ("S0",))
+    shard: Any = layout.distribute(torch.ones(8, dtype=torch.bfloat16))
+    odd = DTensor.from_local(
+        torch.ones(3 if rank == 0 else 4, dtype=torch.bfloat16),
+        shard.device_mesh,
+        shard.placements,
+        run_check=False,
+        shape=shard.shape,
+        stride=shard.stride(),
+    )
+    group = {"params": [("norm", torch.nn.Parameter(odd))], "algorithm": "lion", "stochastic_rounding": True}
+    with pytest.raises(PlanMismatchError, match="norm: ranks 0 and 1 disagree on it: shard follows placements False"):
+        dmuown.Muown([group])
+
+
+def test_a_shard_of_unknown_positions_on_one_rank_is_refused_on_all(ranks2: RankPool) -> None:
+    ranks2.run(one_odd_shard)

@@ -98,6 +98,8 @@ def test_a_non_finite_matrix_leaves_its_neighbours_alone(dtype: torch.dtype) -> 
 
 
 CHAINS = [(1, 8, 24), (2, 136, 1000), (2, 384, 384), (5, 200, 264), (16, 1024, 2048), (1, 2048, 4096), (3, 2056, 2064)]
+# Several tiles of a stage for every program, each short enough for the ring.
+SHORT_CHAINS = [(600, 64, 128), (600, 128, 256), (400, 256, 512), (100, 320, 640)]
 CHAIN_SHAPES = {
     "turns": table._CHAIN_TURNS,
     "turns, gram apart": table._CHAIN_TURNS._replace(with_gram=False),
@@ -146,22 +148,34 @@ def test_chains_equal_a_kernel_for_each_stage(
 
 
 @pytest.mark.parametrize("shape", CHAIN_SHAPES)
+@pytest.mark.parametrize("size", SHORT_CHAINS, ids=str)
+def test_chains_of_many_short_tiles(size: tuple[int, int, int], shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading runs two tiles ahead of storing there: a tile's addend must not land on what is still to be stored."""
+    monkeypatch.setattr(table, "chain_shape", lambda batch, m, stages: CHAIN_SHAPES[shape])
+    x = unit(*size, torch.float16)
+    first = make_stages(x, 3, chain.run)
+    exact = make_stages(x.double(), 3, lambda x, places, stages: run_one_by_one(TORCH, x, places, stages))
+    assert error(first, exact) < 5e-3
+    for _ in range(30):
+        assert torch.equal(make_stages(x, 3, chain.run), first)
+
+
+@pytest.mark.parametrize("shape", CHAIN_SHAPES)
 def test_chains_on_two_streams_share_a_card(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither has all its programs on the card at once; a tile must not wait for a program that cannot start."""
     monkeypatch.setattr(table, "chain_shape", lambda batch, m, stages: CHAIN_SHAPES[shape])
     xs = [unit(4, 1024, 1536, torch.float16), unit(40, 256, 512, torch.float16)]
     alone = [make_stages(x, 3, chain.run) for x in xs]
     streams = [torch.cuda.Stream() for _ in xs]
-    together: list[Tensor] = []
     for _ in range(20):
         torch.cuda.synchronize()
-        together = []
+        together: list[Tensor] = []
         for x, stream in zip(xs, streams, strict=True):
             with torch.cuda.stream(stream):
                 together.append(make_stages(x, 3, chain.run))
-    torch.cuda.synchronize()
-    for value, reference in zip(together, alone, strict=True):
-        assert torch.equal(value, reference)
+        torch.cuda.synchronize()
+        for value, reference in zip(together, alone, strict=True):
+            assert torch.equal(value, reference)
 
 
 @pytest.mark.parametrize("shape", CHAIN_SHAPES)

@@ -426,8 +426,10 @@ class MuonEngine(_MuonBase):
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state dict, with the steps that replays of one's own graphs counted."""
-        self._roundings.save_counts(self.param_groups)
-        return super().state_dict()
+        state_dict = super().state_dict()
+        for index, count in self._roundings.counts(self.param_groups).items():
+            state_dict["param_groups"][index]["step"] = count
+        return state_dict
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -478,9 +480,10 @@ class MuonEngine(_MuonBase):
             group["step"] += 1
 
     def __getstate__(self) -> dict[str, Any]:
-        self._roundings.save_counts(self.param_groups)
         own = ("_class_defaults", "_newton_schulz", "_nonfinite", "_rows_unverified")
-        return {**super().__getstate__(), **{key: self.__dict__[key] for key in own}}
+        counts = self._roundings.counts(self.param_groups)
+        groups = [{**group, "step": counts.get(index, group["step"])} for index, group in enumerate(self.param_groups)]
+        return {**super().__getstate__(), **{key: self.__dict__[key] for key in own}, "param_groups": groups}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

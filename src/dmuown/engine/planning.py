@@ -20,7 +20,7 @@ from dmuown.engine.layout import local_tensor
 from dmuown.engine.owners import assign_owners
 from dmuown.engine.plan import Bucket, join_team, make_bucket
 from dmuown.engine.records import ParamRecord
-from dmuown.engine.rounding import rounds_stochastically
+from dmuown.engine.rounding import follows_placements, rounds_stochastically
 from dmuown.errors import PlanMismatchError
 from dmuown.orthogonalize import resolve_orthogonalizer
 from dmuown.state.lowbit import is_low_bit
@@ -381,6 +381,9 @@ def _describe(record: ParamRecord, group: Mapping[str, Any]) -> str:
     if isinstance(param, DTensor):
         # The mesh as a whole: ranks at different places of different meshes would wait for each other.
         fields |= {"placements": param.placements, "mesh": param.device_mesh.mesh.tolist()}
-    compared = group.keys() - _RANK_LOCAL | ({"step"} if rounds_stochastically(param, group) else set())
+    compared = group.keys() - _RANK_LOCAL
+    if rounds_stochastically(param, group):
+        compared |= {"step"}
+        fields["shard follows placements"] = follows_placements(param)  # else ranks that hold one that does would go on
     fields |= {key: group[key] for key in sorted(compared)}
     return "; ".join(f"{key} {value}" for key, value in fields.items())

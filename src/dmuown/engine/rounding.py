@@ -76,11 +76,9 @@ class Roundings:
         for (index, _), clock in self._clocks.items():
             clock.count.fill_(groups[index]["step"])
 
-    def save_counts(self, groups: Groups) -> None:
-        """Give capturable groups the counts that replays made; waits for the device."""
-        for (index, _), clock in self._clocks.items():
-            if groups[index]["capturable"]:
-                groups[index]["step"] = int(clock.count)
+    def counts(self, groups: Groups) -> dict[int, int]:
+        """Steps by capturable group, those of replays included; waits for the device."""
+        return {index: int(clock.count) for (index, _), clock in self._clocks.items() if groups[index]["capturable"]}
 
     def _clock(self, index: int, device: torch.device, groups: Groups) -> _Clock:
         if (index, device) not in self._clocks:
@@ -94,13 +92,18 @@ def rounds_stochastically(param: Tensor, group: Mapping[str, Any]) -> bool:
     return bool(group["stochastic_rounding"]) and param.dtype == torch.bfloat16
 
 
+def follows_placements(param: Tensor) -> bool:
+    """Whether the local shard has the shape that the global shape and the placements give it."""
+    return tuple(map(len, held_positions(param))) == tuple(local_tensor(param).shape)
+
+
 def _positions(record: ParamRecord) -> list[Tensor]:
-    positions, held = held_positions(record.param), tuple(local_tensor(record.param).shape)
-    if tuple(map(len, positions)) != held:
+    if not follows_placements(record.param):
+        held = tuple(local_tensor(record.param).shape)
         raise LayoutError(
             record.name,
             f"the local shard {held} of global shape {tuple(record.param.shape)} does not follow from its placements, "
             "which stochastic rounding takes positions from",
             "Pad the sharded axis to a multiple of the mesh sizes, or set stochastic_rounding=False",
         )
-    return positions
+    return held_positions(record.param)

@@ -301,7 +301,6 @@ def _store(
     while ticket < items:
         stage, batch, m0, n0 = _place(ticket, batches, tiles_m, tiles_per_matrix, RATIO)
         out_at = _pair(out_places, stage) * batches + batch
-        mbarrier.arrive(work_free.index((count % 2) * CONSUMERS + WHO), count=1)
         mbarrier.wait(filled.index(WHO), fills & 1)
         fills += 1
         tma.async_copy_shared_to_global(tile_desc, [out_at, m0, n0], left_buf)
@@ -317,6 +316,8 @@ def _store(
                 tma.async_copy_shared_to_global(tile_desc, [out_at, n0 + BLOCK, m0], right_buf)
         _stores_arrived(count)
         mbarrier.arrive(free.index(WHO), count=1)
+        # Not earlier: who is told of tile c may take c - 2 for stored, and a wait for c - 1 tells it from no other.
+        mbarrier.arrive(work_free.index((count % 2) * CONSUMERS + WHO), count=1)
         gl.atomic_add(done_ptr + batch, 1, sem="release", scope="gpu")
         count += 1
         ticket, _ = _next(work, work_full, count, WHO, CONSUMERS)

@@ -80,14 +80,9 @@ class QuackOperations:
         result: Tensor = gemm(a, x, out=out, tuned=False)
         return result
 
-    def run(self, x: Tensor, places: Tensor, stages: Sequence[Stage]) -> None:
-        """Put x x^T into places[0] and make every stage."""
-        self.symmetric_product(x, out=places[0])
-        for stage in stages:
-            if stage.triple is None:
-                self.commuting_product(places[stage.a], places[stage.b], out=places[stage.out])
-            else:
-                self.polynomial(places[stage.a], stage.triple, out=places[stage.out])
+    def run_stages(self, x: Tensor, places: Tensor, stages: Sequence[Stage]) -> bool:
+        """False: products one by one."""
+        return False
 
 
 def _fits(*operands: Tensor) -> bool:

@@ -52,16 +52,9 @@ class TritonOperations:
         """a x: [B, m, m], [B, m, n] -> [B, m, n]."""
         return multiply(a, x, out=torch.empty_like(x) if out is None else out)
 
-    def run(self, x: Tensor, places: Tensor, stages: Sequence[Stage]) -> None:
-        """Put x x^T into places[0] and make every stage; in one kernel where that is faster."""
-        if chain.run(x, places, stages):
-            return
-        self.symmetric_product(x, out=places[0])
-        for stage in stages:
-            if stage.triple is None:
-                self.commuting_product(places[stage.a], places[stage.b], out=places[stage.out])
-            else:
-                self.polynomial(places[stage.a], stage.triple, out=places[stage.out])
+    def run_stages(self, x: Tensor, places: Tensor, stages: Sequence[Stage]) -> bool:
+        """In one kernel, or two, where that is faster: see `chain.run`."""
+        return chain.run(x, places, stages)
 
 
 def operations() -> TritonOperations:

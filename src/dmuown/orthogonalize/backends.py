@@ -68,15 +68,15 @@ class Operations(Protocol):
     def product(self, a: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """a x: [B, m, m], [B, m, n] -> [B, m, n]."""
 
-    def run(self, x: Tensor, places: Tensor, stages: Sequence[Stage]) -> None:
-        """Put x x^T into places[0], then make places[stage.out] for one stage after another.
+    def run_stages(self, x: Tensor, places: Tensor, stages: Sequence[Stage]) -> bool:
+        """Put x x^T into places[0], then make places[stage.out] for one stage after another, in fewer launches.
 
-        x: [B, m, n]; places: [P, B, m, m].
+        x: [B, m, n]; places: [P, B, m, m]. False, with nothing done, where a product a stage is as good.
         """
 
 
 def run_one_by_one(ops: Operations, x: Tensor, places: Tensor, stages: Sequence[Stage]) -> None:
-    """`Operations.run` by one product a stage."""
+    """What `Operations.run_stages` does, by one product a stage."""
     ops.symmetric_product(x, out=places[0])
     for stage in stages:
         if stage.triple is None:
@@ -118,8 +118,8 @@ class TorchOperations:
     def product(self, a: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         return torch.bmm(a, x, out=out)
 
-    def run(self, x: Tensor, places: Tensor, stages: Sequence[Stage]) -> None:
-        run_one_by_one(self, x, places, stages)
+    def run_stages(self, x: Tensor, places: Tensor, stages: Sequence[Stage]) -> bool:
+        return False
 
 
 TORCH = TorchOperations()

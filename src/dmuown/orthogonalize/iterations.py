@@ -7,9 +7,9 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from dmuown.orthogonalize.backends import Operations
+from dmuown.orthogonalize.backends import Operations, run_one_by_one
 from dmuown.orthogonalize.coefficients import Triple
-from dmuown.orthogonalize.stages import count_places, plan_runs
+from dmuown.orthogonalize.stages import cached_runs, count_places, plan_runs
 
 
 def iterate(x: Tensor, triples: Sequence[Triple], ops: Operations, restarts: Collection[int]) -> Tensor:
@@ -36,11 +36,13 @@ def iterate(x: Tensor, triples: Sequence[Triple], ops: Operations, restarts: Col
         [B, m, n], a new tensor or x's memory.
     """
     batch, m, _ = x.shape
-    runs = plan_runs(tuple(triples), frozenset(restarts))
+    plan = plan_runs if torch.compiler.is_compiling() else cached_runs
+    runs = plan(tuple(triples), frozenset(restarts))
     places = torch.empty((max(map(count_places, runs)), batch, m, m), dtype=x.dtype, device=x.device)
     spare = torch.empty_like(x)
     for stages in runs:
-        ops.run(x, places, stages)
+        if not ops.run_stages(x, places, stages):
+            run_one_by_one(ops, x, places, stages)
         ops.product(places[stages[-1].out], x, out=spare)
         x, spare = spare, x
     return x

@@ -26,11 +26,13 @@ class Stage(NamedTuple):
     triple: Triple | None
 
 
-@lru_cache(maxsize=256)
 def plan_runs(triples: tuple[Triple, ...], restarts: frozenset[int]) -> tuple[tuple[Stage, ...], ...]:
     """The stages from each start to the next restart."""
     starts = [0, *(step for step in range(1, len(triples)) if step in restarts), len(triples)]
     return tuple(tuple(plan_stages(triples[start:stop])) for start, stop in pairwise(starts))
+
+
+cached_runs = lru_cache(maxsize=256)(plan_runs)
 
 
 def plan_stages(triples: Sequence[Triple]) -> list[Stage]:

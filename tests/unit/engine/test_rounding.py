@@ -243,3 +243,16 @@ def test_a_captured_step_counts_for_the_host_too(monkeypatch: pytest.MonkeyPatch
     optimizer.param_groups[0]["step"] = 4
     train(params, optimizer, range(4, 6))
     assert equal(params, steadily)
+
+
+def test_saving_counts_replays_and_leaves_the_groups_alone() -> None:
+    """One rank may save alone; its groups must not part from the others', which are compared when one is added."""
+    param = torch.nn.Parameter(torch.ones(4, 6, dtype=torch.bfloat16))
+    optimizer = dmuown.Muown([("w", param)], lr=0.01, stochastic_rounding=True, capturable=True)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    for clock in optimizer._roundings._clocks.values():
+        clock.count.add_(3)  # as three replays of a graph do
+    assert optimizer.state_dict()["param_groups"][0]["step"] == 4
+    assert copy.deepcopy(optimizer).param_groups[0]["step"] == 4
+    assert optimizer.param_groups[0]["step"] == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor
@@ -98,3 +100,14 @@ def test_restarts_do_not_change_the_exact_result(shape: tuple[int, ...], restart
     sigma = sigma * follow(sigma**2, list(triples))
     result = iterate(x.clone(), triples, TORCH, restarts)
     torch.testing.assert_close(result, u @ torch.diag_embed(sigma) @ v, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 30), (2, 8, 8)], ids=["gram", "plain"])
+def test_compiled_as_one_graph_without_a_warning(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    orthogonalizer = Orthogonalizer(dtype=torch.float32, backend="torch")
+    torch.compiler.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled = torch.compile(orthogonalizer, backend="eager", fullgraph=True)(x)
+    assert torch.equal(compiled, orthogonalizer(x))

@@ -8,6 +8,7 @@ import torch
 import dmuown
 from dmuown.kernels import chain, normalize, products, table
 from dmuown.kernels.triton_operations import operations
+from dmuown.orthogonalize.backends import run_one_by_one
 from dmuown.orthogonalize.stages import count_places, plan_stages
 from tests.unit.kernels.interpreted.inputs import KINDS, laid_out, matrices, relative_error
 
@@ -66,13 +67,22 @@ def test_commuting_product() -> None:
     assert_mirrored(out)
 
 
+def test_a_commuting_product_takes_the_second_operand_transposed() -> None:
+    """Which keeps (P R^T) P^T a congruence of an R that rounding left unsymmetric; compared below the diagonal."""
+    p, r = matrices("random", 2, 40, 40), matrices("random", 2, 40, 40, seed=1)
+    below = torch.ones(40, 40, dtype=torch.bool).tril(-1)
+    out = operations().commuting_product(p, r)
+    assert relative_error(out[:, below], (p.double() @ r.double().mT)[:, below]) < 1e-5
+
+
 def test_stages_on_the_kernels_equal_the_definition() -> None:
     x = matrices("random", 2, 70, 90)
     x = x / x.flatten(1).norm(dim=1)[:, None, None]
     triples = ((3.4445, -4.775, 2.0315), (3.0, -4.0, 1.5))
     stages = plan_stages(triples)
     places = torch.full((count_places(stages), 2, 70, 70), float("nan"))
-    operations().run(x, places, stages)
+    assert not operations().run_stages(x, places, stages)  # the chain kernel is Hopper's own
+    run_one_by_one(operations(), x, places, stages)
     r = x.double() @ x.double().mT
     q = torch.eye(70).double().expand_as(r)
     for a, b, c in triples:
