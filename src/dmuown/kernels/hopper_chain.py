@@ -316,7 +316,8 @@ def _store(
                 tma.async_copy_shared_to_global(tile_desc, [out_at, n0 + BLOCK, m0], right_buf)
         _stores_arrived(count)
         mbarrier.arrive(free.index(WHO), count=1)
-        # Not earlier: who is told of tile c may take c - 2 for stored, and a wait for c - 1 tells it from no other.
+        # Only now: the parity of `free` tells whether tile c - 1 is stored where c - 2 is known to be, and tile c is
+        # told of in the entry that c - 2 gives back.
         mbarrier.arrive(work_free.index((count % 2) * CONSUMERS + WHO), count=1)
         gl.atomic_add(done_ptr + batch, 1, sem="release", scope="gpu")
         count += 1
