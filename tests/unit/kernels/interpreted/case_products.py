@@ -205,3 +205,12 @@ def test_normalize_leaves_gaps_to_torch() -> None:
         )
         is None
     )
+
+
+def test_what_runs_in_a_chain() -> None:
+    assert table.chain_shape(400, 320, 9) is None  # as short as the ring
+    assert table.chain_shape(4, 2048, 1) is None  # nothing to chain
+    narrow, wide = table.chain_shape(2, 2048, 9), table.chain_shape(12, 2048, 9)
+    assert narrow is not None
+    assert wide is not None
+    assert (narrow.ratio, wide.ratio) == (1, 2)
