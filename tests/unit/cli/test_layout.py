@@ -253,3 +253,13 @@ def test_the_command_checks_the_layout(tmp_path: Path) -> None:
         assert bad.exit_code == 1
         assert [error["key"] for error in json.loads(bad.stdout)["errors"]] == [f"distributed.{key}"]
     assert run(app, ["check", file, "--tp", "0"]).exit_code == 2
+
+
+@pytest.mark.parametrize("value", ["fsdp2", "[1, 2]", "3", "false"])
+def test_a_key_within_a_value_is_refused_and_not_put_in_its_place(value: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"distributed: {value}\noptimizer:\n")
+    for arguments, sizes in ((["--distributed.tp_size", "2"], {}), ([], {"tp": 2})):
+        with pytest.raises(OptionError, match=r"distributed: must be a section of keys for distributed\.tp_size"):
+            read_document(file, arguments, sizes)
+    assert read_document(file, ["--optimizer.lr", "0.1"]).config["optimizer"] == {"lr": 0.1}  # an empty section

@@ -95,7 +95,7 @@ def read_document(
 
     Raises:
         FileError: No such file, no YAML, or no mapping at the top.
-        OptionError: A key twice, an argument that is no override, or a name that is no size.
+        OptionError: A key twice, an argument that is no override or sets a key within a value, a name that is no size.
     """
     file = Path(path)
     if not file.is_file():
@@ -252,8 +252,12 @@ def _place(error: yaml.YAMLError, text: str) -> tuple[int, int, str]:
 def _set(config: dict[str, Any], dotted: str, value: Any) -> None:
     *parents, last = dotted.split(".")
     node = config
-    for parent in parents:
-        if not isinstance(node.get(parent), dict):
+    for depth, parent in enumerate(parents, start=1):
+        if node.get(parent) is None:
             node[parent] = {}
+        if not isinstance(node[parent], dict):
+            section = ".".join(parents[:depth])
+            rule = f"must be a section of keys for {dotted} to be set in it, got {node[parent]!r}"
+            raise OptionError(section, rule, "Indent its keys below it")
         node = node[parent]
     node[last] = value
