@@ -212,17 +212,17 @@ def test_ranks_that_would_draw_apart_are_refused(ranks2: RankPool, option: str) 
     ranks2.run(unlike_ranks, option)
 
 
-def not_from_placements(rank: int, world_size: int) -> None:
+def sound_and_odd(held: int) -> tuple[Any, DTensor]:
+    """Eight elements over two ranks as their placements say, and with `held` of them here instead of four."""
     layout = Layout((8,), (0, 1), ("S0",))
     shard: Any = layout.distribute(torch.ones(8, dtype=torch.bfloat16))
-    odd = DTensor.from_local(
-        torch.ones(3 if rank == 0 else 5, dtype=torch.bfloat16),
-        shard.device_mesh,
-        shard.placements,
-        run_check=False,
-        shape=shard.shape,
-        stride=shard.stride(),
-    )
+    part = torch.ones(held, dtype=torch.bfloat16)
+    mesh, placements = shard.device_mesh, shard.placements
+    return shard, DTensor.from_local(part, mesh, placements, run_check=False, shape=shard.shape, stride=shard.stride())
+
+
+def not_from_placements(rank: int, world_size: int) -> None:
+    shard, odd = sound_and_odd(3 if rank == 0 else 5)
     group = {"params": [("norm", torch.nn.Parameter(odd))], "algorithm": "lion"}
     dmuown.Muown([group])
     sound = torch.nn.Parameter(shard.detach().clone())
@@ -243,16 +243,7 @@ def test_shards_of_unknown_positions_are_refused(ranks2: RankPool) -> None:
 
 
 def one_odd_shard(rank: int, world_size: int) -> None:
-    layout = Layout((8,), (0, 1), ("S0",))
-    shard: Any = layout.distribute(torch.ones(8, dtype=torch.bfloat16))
-    odd = DTensor.from_local(
-        torch.ones(3 if rank == 0 else 4, dtype=torch.bfloat16),
-        shard.device_mesh,
-        shard.placements,
-        run_check=False,
-        shape=shard.shape,
-        stride=shard.stride(),
-    )
+    _, odd = sound_and_odd(3 if rank == 0 else 4)
     group = {"params": [("norm", torch.nn.Parameter(odd))], "algorithm": "lion", "stochastic_rounding": True}
     with pytest.raises(PlanMismatchError, match="norm: ranks 0 and 1 disagree on it: shard follows placements False"):
         dmuown.Muown([group])

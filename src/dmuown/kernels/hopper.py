@@ -210,7 +210,7 @@ def add_identity(value, shift, m0, n0):
 
 
 @gluon.jit
-def store_half(value, out_desc, mirror_desc, out_buf, mirror_buf, batch, m0, n0, n, SYMMETRIC: gl.constexpr):
+def _store_half(value, out_desc, mirror_desc, out_buf, mirror_buf, batch, m0, n0, n, SYMMETRIC: gl.constexpr):
     """Write one half tile: as it is and, where it lies below the diagonal, transposed on the other side."""
     SHAPE_M: gl.constexpr = value.shape[0]
     SHAPE_N: gl.constexpr = value.shape[1]
@@ -268,7 +268,7 @@ def _consume(
                 mbarrier.wait(c_full.index(WHO), count & 1)
                 left += beta * c_first.reshape([BLOCK_M, HALF]).load(left.type.layout).to(gl.float32)
                 left = add_identity(left, shift, m0, n0)
-            store_half(left.to(dtype), out_desc, mirror_desc, out_buf, mirror_buf, batch, m0, n0, n, SYMMETRIC)
+            _store_half(left.to(dtype), out_desc, mirror_desc, out_buf, mirror_buf, batch, m0, n0, n, SYMMETRIC)
         else:
             acc = multiply_tile(
                 a_bufs, b_bufs, full, empty, c_free.index(WHO), turn, slot, k_tiles, count, WHO, A_K_MAJOR, B_K_MAJOR,
@@ -286,9 +286,9 @@ def _consume(
                     second = add_identity(second, shift, m0, n0 + HALF)
             # Without a mirror the two buffers take the halves in turn.
             second_buf = out_buf if SYMMETRIC else mirror_buf
-            store_half(first.to(dtype), out_desc, mirror_desc, out_buf, mirror_buf, batch, m0, n0, n, SYMMETRIC)
+            _store_half(first.to(dtype), out_desc, mirror_desc, out_buf, mirror_buf, batch, m0, n0, n, SYMMETRIC)
             value = second.to(dtype)
-            store_half(value, out_desc, mirror_desc, second_buf, mirror_buf, batch, m0, n0 + HALF, n, SYMMETRIC)
+            _store_half(value, out_desc, mirror_desc, second_buf, mirror_buf, batch, m0, n0 + HALF, n, SYMMETRIC)
         slot += CONSUMERS * k_tiles
         count += 1
     tma.store_wait(0)
