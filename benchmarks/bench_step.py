@@ -94,6 +94,10 @@ def builders() -> dict[str, Builder]:
         "dmuown NorMuown": ours("NorMuown"),
         "dmuown AngularMuown": ours("AngularMuown", decay_degree=0),
         **{f"dmuown Muown batch_size={size}": ours("Muown", batch_size=size) for size in (1, 2, 3, 4, 6)},
+        **{
+            f"dmuown Muown batch_bytes={size} MiB": ours("Muown", batch_bytes=size << 20)
+            for size in (128, 192, 256, 384)
+        },
     }
     try:
         import dion as _  # noqa: F401

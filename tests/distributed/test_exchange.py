@@ -280,21 +280,21 @@ def test_a_function_of_another_dtype_gives_the_same_on_every_layout(ranks2: Rank
         assert torch.equal(whole, sharded)
 
 
-def divided(rank: int, world_size: int, stepping: list[int], batch_size: int | None) -> int:
+def divided(rank: int, world_size: int, stepping: list[int], bounds: dict[str, Any]) -> int:
     """Matrices that this rank orthogonalizes, of eight equal ones of which some have a gradient."""
     mesh = init_device_mesh("cpu", (world_size,))
     params = [torch.nn.Parameter(distribute_tensor(torch.randn(8, 6), mesh, [Shard(0)])) for _ in range(8)]
-    optimizer = dmuown.Muon(params, batch_size=batch_size)
+    optimizer = dmuown.Muon(params, ns_dtype=torch.float32, **bounds)
     for index in stepping:
         params[index].grad = distribute_tensor(torch.randn(8, 6), mesh, [Shard(0)])
     optimizer.step()
     return optimizer.exchange_count.matrices
 
 
-@pytest.mark.parametrize("batch_size", [None, 1, 2, 4])
+@pytest.mark.parametrize("bounds", [{"batch_size": count} for count in (None, 1, 2, 4)] + [{"batch_bytes": 1}], ids=str)
 @pytest.mark.parametrize("stepping", [range(8), range(4), range(4, 8), (0, 2, 4, 6), (1, 7)], ids=str)
 def test_owners_have_equal_work_whatever_steps(
-    ranks2: RankPool, stepping: Sequence[int], batch_size: int | None
+    ranks2: RankPool, stepping: Sequence[int], bounds: dict[str, Any]
 ) -> None:
     """Gradual unfreezing leaves part of a bucket without gradients."""
-    assert ranks2.run(divided, list(stepping), batch_size) == [len(stepping) // 2] * 2
+    assert ranks2.run(divided, list(stepping), bounds) == [len(stepping) // 2] * 2

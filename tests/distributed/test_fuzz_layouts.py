@@ -110,6 +110,7 @@ def runs(draw: st.DrawFn, world_size: int) -> Run:
             "weight_decay": draw(st.sampled_from([0.0, 0.1])),
             "mu": draw(st.sampled_from([0.0, 0.9])),
             "batch_size": draw(st.sampled_from([None, 1, 2])),
+            "batch_bytes": draw(st.sampled_from([None, 1, 5_000])),
         },
         per_group=per_group,
         seed=draw(st.integers(0, 999)),

@@ -52,6 +52,7 @@ def variants(rank: int, world_size: int) -> float:
         train(shuffled),
         train(order, batch_size=1),
         train(order, batch_size=2),
+        *(train(order, batch_bytes=size) for size in (1, 20_000)),
     ]
     return max(
         float((a - b).abs().max()) for other in others for a, b in zip(other, expected, strict=True) if a.numel()

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 import dmuown
-from dmuown.kernels import chain, table
+from dmuown.kernels import chain, panels, table
 from dmuown.kernels.normalize import normalize
 from dmuown.kernels.products import multiply
 from dmuown.orthogonalize.stages import count_places, plan_stages
@@ -55,6 +55,17 @@ def chains() -> None:
     table.chain_shape = usual
 
 
+def in_place() -> None:
+    """Products in their operand's memory, both ways of storage, whole and partial panels."""
+    for batch, m, n in ((2, 256, 1000), (1, 264, 712), (3, 256, 512)):
+        q = torch.randn(batch, m, m, device="cuda", dtype=torch.float16) / m**0.5
+        for x in (torch.randn(batch, m, n, device="cuda"), torch.randn(batch, n, m, device="cuda").mT):
+            value, free = x.half(), torch.empty_like(q)
+            for turn in (-1, 1):
+                if not panels.multiply(q, value, free, turn):
+                    raise RuntimeError("the panel kernel did not run")
+
+
 def steps(kind: str) -> None:
     """The row kernels, both ways of storage."""
     for transposed in (False, True):
@@ -71,7 +82,7 @@ def steps(kind: str) -> None:
 
 def main() -> None:
     """Run what is named, or all."""
-    parts = {"products": products, "chains": chains}
+    parts = {"products": products, "chains": chains, "in_place": in_place}
     for name in sys.argv[1:] or [*parts, "Muown", "Muon", "NorMuon", "NorMuown", "AngularMuown"]:
         parts.get(name, partial(steps, name))()
         torch.cuda.synchronize()

@@ -87,6 +87,8 @@ class MatrixOptions:
         ns_epsilon: Stabilizer of its normalization, > 0.
         scheme, coefficients, ns_dtype, backend: The orthogonalizer; see `dmuown.orthogonalize.Orthogonalizer`.
             `ns_dtype: auto` is float16 on CUDA, bfloat16 on a CPU that multiplies it fast, else float32.
+        batch_bytes: Bytes of temporary memory that a task may take, such as 268435456 (256 MiB); None takes whole
+            buckets. See `docs/guides/low-memory.md`.
         nonfinite: "propagate", "skip" or "raise" at a gradient that is not finite. `dmuown finetune` takes
             "raise" where the YAML says nothing.
 
@@ -126,6 +128,7 @@ class MatrixOptions:
     coefficients: Any = None
     ns_dtype: str = "auto"
     backend: str = "auto"
+    batch_bytes: int | None = None
     nonfinite: str = "propagate"
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -168,6 +171,8 @@ class MatrixOptions:
             )
         self.use_triton = options.switch("use_triton", self.use_triton)
         self.ns_steps = options.count("ns_steps", self.ns_steps)
+        if self.batch_bytes is not None:
+            self.batch_bytes = options.count("batch_bytes", self.batch_bytes)
         if self.ns_epsilon is not None:
             self.ns_epsilon = options.positive("ns_epsilon", self.ns_epsilon)
         self.check_own()

@@ -20,13 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from dmuown.algorithms import ElementwiseAlgorithm, fused
 from dmuown.engine import joint, loading, rows
 from dmuown.engine.base import AsyncRuntime, AsyncTask, _MuonBase
+from dmuown.engine.bounds import OFFLOAD_BATCH_SIZE
 from dmuown.engine.capturable import check_capture, hold_lr, hold_lrs
 from dmuown.engine.exchange import ExchangeCount, orthogonalize, wire_dtype
 from dmuown.engine.gradients import NonFinite, collect_gradients
 from dmuown.engine.info import generation_of
 from dmuown.engine.layout import local_tensor
 from dmuown.engine.options import check_names, complete_group, prefer_aliases
-from dmuown.engine.planning import OFFLOAD_BATCH_SIZE, Chunk, Plan, load_elementwise, make_plan
+from dmuown.engine.planning import Chunk, Plan, load_elementwise, make_plan
 from dmuown.engine.records import (
     ParamRecord,
     as_groups,
@@ -303,7 +304,7 @@ class MuonEngine(_MuonBase):
         return AsyncTask(work if self._streams is None else self._streams.run(work))
 
     def _update_matrices(self, chunk: Chunk) -> joint.Asking[None]:
-        """The sentence: one bucket, or as much of it as `batch_size` allows."""
+        """The sentence: one bucket, or as much of it as its group allows at once."""
         algorithm = chunk.algorithm
         if algorithm.updates_whole_tensors():
             yield from update_whole(chunk, self.state, self._gradients, self._roundings.of)

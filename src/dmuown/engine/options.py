@@ -50,6 +50,7 @@ MATRIX_OPTIONS: dict[str, Any] = {
     "num_heads": None,
     "qkv_heuristic": False,
     "batch_size": None,
+    "batch_bytes": None,
     "use_triton": False,
 }
 
@@ -79,6 +80,7 @@ RUN_LEVEL_OPTIONS = (
     "muon_update_scale",
     "backend",
     "batch_size",
+    "batch_bytes",
     "use_triton",
     "foreach",
     "ns_dtype",
@@ -329,7 +331,7 @@ def _validate(group: dict[str, Any], where: str, defaults: Mapping[str, Any]) ->
             raise OptionError(f"{where}: {key}", "needs split_sizes beside it", "Give the rows of each block")
     if group.get("split_groups") and group.get("interleaved"):
         raise OptionError(f"{where}: split_groups", "excludes interleaved", "Set only one of them")
-    for key in ("ns_steps", "batch_size", "num_heads", "split_groups"):
+    for key in ("ns_steps", "batch_size", "batch_bytes", "num_heads", "split_groups"):
         if group.get(key) is not None:
             _check_count(group[key], f"{where}: {key}")
     if group.get("split_sizes") is not None:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from dmuown.algorithms import Algorithm, DeclaredState, ElementwiseAlgorithm, MatrixBatch, MuonAlgorithm
 from dmuown.engine.agreement import GradientReport, agree, first_difference
+from dmuown.engine.bounds import is_bounded, params_at_once
 from dmuown.engine.capturable import is_recording
 from dmuown.engine.groups import audience_of, audiences, control_group, mesh_group
 from dmuown.engine.joint import Joint, join
@@ -30,9 +31,6 @@ from dmuown.state.working import WorkingSet, compute_device
 
 #: Tasks in flight at once, as in Dion: one computes while others communicate.
 MAX_CONCURRENT_TASKS = 3
-
-#: Matrices at once where state comes from the host and the group sets no `batch_size`.
-OFFLOAD_BATCH_SIZE = 16
 
 State = Mapping[Tensor, Mapping[str, Any]]
 RoundingOf = Mapping[Tensor, Rounding]
@@ -182,7 +180,7 @@ class Plan:
         self._algorithms = {record.param: record.algorithm for record in self.records}
 
     def chunks(self, gradients: Mapping[Tensor, Tensor], groups: Sequence[dict[str, Any]], joint: Joint) -> list[Chunk]:
-        """The stepping parameters of each of its buckets, split by the group's `batch_size` (matrices at once)."""
+        """The stepping parameters of each of its buckets, split by what the group allows at once (`bounds`)."""
         chunks = []
         for bucket in joint.buckets:
             stepping = [index for index, param in enumerate(bucket.params) if param in gradients]
@@ -198,17 +196,16 @@ class Plan:
         """What is updated in one task each: a joint's chunks together, or one by one where a group bounds them."""
         for joint in part:
             chunks = self.chunks(gradients, groups, joint)
-            bounded = any(matrices_at_once(groups[bucket.group_index]) is not None for bucket in joint.buckets)
+            bounded = any(is_bounded(groups[bucket.group_index]) for bucket in joint.buckets)
             for together in [[chunk] for chunk in chunks] if bounded else [chunks] if chunks else []:
                 yield joint, together
 
     def splits(self, bucket: Bucket, group: Mapping[str, Any], stepping: Sequence[int]) -> list[list[int]]:
-        """Split the stepping parameters of a bucket by its group's `batch_size`, alike on all ranks of its mesh."""
+        """Split the stepping parameters of a bucket by what its group allows, alike on all ranks of its mesh."""
         if bucket.is_empty:
             return []
-        limit = matrices_at_once(group)
-        size = len(stepping) if limit is None else max(1, limit // bucket.most_units_per_param)
-        return [list(stepping[start : start + size]) for start in range(0, len(stepping), max(1, size))]
+        size = params_at_once(bucket, bucket.owners, group, len(stepping))
+        return [list(stepping[start : start + size]) for start in range(0, len(stepping), size)]
 
     @property
     def agreements(self) -> int:
@@ -244,14 +241,6 @@ class Plan:
         algorithm = self._algorithms[bucket.params[0]]
         assert isinstance(algorithm, MuonAlgorithm)
         return algorithm
-
-
-def matrices_at_once(group: Mapping[str, Any]) -> int | None:
-    """How many matrices of a group one task updates at most; None for all that are alike."""
-    if group["foreach"] is False:
-        return 1
-    limit: int | None = group["batch_size"]
-    return OFFLOAD_BATCH_SIZE if limit is None and group["offload_state"] else limit
 
 
 def make_plan(
@@ -329,7 +318,7 @@ def _kind(algorithm: Algorithm, group: Mapping[str, Any]) -> str | None:
     """What a bucket's task may be joined with: others of its algorithm; None where bounded, or whole tensors."""
     if not isinstance(algorithm, MuonAlgorithm) or algorithm.updates_whole_tensors():
         return None
-    return algorithm.name if matrices_at_once(group) is None else None
+    return None if is_bounded(group) else algorithm.name
 
 
 def _hashable(key: tuple[object, ...]) -> tuple[object, ...]:

@@ -31,7 +31,7 @@ BLOCK_K = gl.constexpr(64)
 
 # fmt: off
 @gluon.jit
-def _fence(value):
+def order_copies(value):
     """Order the copy engine's accesses to memory after this thread's, and the other way round."""
     return gl.inline_asm_elementwise(
         "fence.proxy.async; mov.u32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1
@@ -68,7 +68,7 @@ def _place(ticket, batches, tiles_m, tiles_per_matrix, RATIO: gl.constexpr):
 
 
 @gluon.jit
-def _publish(work, work_full, work_free, item, ticket, slot, CONSUMERS: gl.constexpr):
+def publish_work(work, work_full, work_free, item, ticket, slot, CONSUMERS: gl.constexpr):
     """Tell the next consumer and its storing warp which tile comes next, and where in the ring it starts."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     visit = item // CONSUMERS
@@ -80,7 +80,7 @@ def _publish(work, work_full, work_free, item, ticket, slot, CONSUMERS: gl.const
 
 
 @gluon.jit
-def _next(work, work_full, count, WHO: gl.constexpr, CONSUMERS: gl.constexpr):
+def next_work(work, work_full, count, WHO: gl.constexpr, CONSUMERS: gl.constexpr):
     """The number of this consumer's next tile, and where it starts in the ring."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     entry = (count % 2) * CONSUMERS + WHO
@@ -145,12 +145,12 @@ def _produce(
     ticket = gl.atomic_add(queue_ptr, 1, sem="relaxed", scope="gpu")
     ready = 0
     while ticket < items:
-        _publish(work, work_full, work_free, item, ticket, slot, CONSUMERS)
+        publish_work(work, work_full, work_free, item, ticket, slot, CONSUMERS)
         stage, batch, m0, n0 = _place(ticket, batches, tiles_m, tiles_per_matrix, RATIO)
         needed = stage * tiles_per_matrix
         while ready < needed:
             ready = gl.atomic_add(done_ptr + batch, 0, sem="acquire", scope="gpu")
-        _fence(needed)
+        order_copies(needed)
         a_at = _pair(a_places, stage) * batches + batch
         b_at = _pair(b_places, stage) * batches + batch
         k_tiles = m_steps
@@ -193,7 +193,7 @@ def _produce(
         item += 1
         ticket = upcoming
     for _ in gl.static_range(CONSUMERS):
-        _publish(work, work_full, work_free, item, items, slot, CONSUMERS)
+        publish_work(work, work_full, work_free, item, items, slot, CONSUMERS)
         item += 1
 
 
@@ -230,7 +230,7 @@ def _consume(
     right_buf = tile_bufs.index(RATIO - 1 if RATIO > 1 else WHO)
     left_flat = left_buf.reshape([BLOCK, BLOCK])
     right_flat = right_buf.reshape([BLOCK, BLOCK])
-    ticket, slot = _next(work, work_full, count, WHO, CONSUMERS)
+    ticket, slot = next_work(work, work_full, count, WHO, CONSUMERS)
     while ticket < items:
         stage, _, m0, n0 = _place(ticket, batches, tiles_m, tiles_per_matrix, RATIO)
         step = _pair(steps, stage)
@@ -283,7 +283,7 @@ def _consume(
             polynomials += 1
         mbarrier.arrive(work_free.index((count % 2) * CONSUMERS + WHO), count=1)
         count += 1
-        ticket, slot = _next(work, work_full, count, WHO, CONSUMERS)
+        ticket, slot = next_work(work, work_full, count, WHO, CONSUMERS)
 
 
 @gluon.jit
@@ -297,7 +297,7 @@ def _store(
     right_buf = tile_bufs.index(RATIO - 1 if RATIO > 1 else WHO)
     count = 0
     fills = 0
-    ticket, _ = _next(work, work_full, count, WHO, CONSUMERS)
+    ticket, _ = next_work(work, work_full, count, WHO, CONSUMERS)
     while ticket < items:
         stage, batch, m0, n0 = _place(ticket, batches, tiles_m, tiles_per_matrix, RATIO)
         out_at = _pair(out_places, stage) * batches + batch
@@ -321,7 +321,7 @@ def _store(
         mbarrier.arrive(work_free.index((count % 2) * CONSUMERS + WHO), count=1)
         gl.atomic_add(done_ptr + batch, 1, sem="release", scope="gpu")
         count += 1
-        ticket, _ = _next(work, work_full, count, WHO, CONSUMERS)
+        ticket, _ = next_work(work, work_full, count, WHO, CONSUMERS)
 
 
 # Not specialised: a fresh shape must not mean a fresh compilation.

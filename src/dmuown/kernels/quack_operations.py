@@ -65,7 +65,7 @@ class QuackOperations:
     def commuting_product(self, a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
         """a b^T: [B, m, m], symmetric because a and b are and commute."""
         if not _fits(a, b):
-            return torch.bmm(b, a, out=out)
+            return torch.bmm(a, b, out=out)
         from quack.gemm_interface import gemm_symmetric
 
         result: Tensor = gemm_symmetric(a, b.mT, out=out)
@@ -73,12 +73,16 @@ class QuackOperations:
 
     def product(self, a: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """a x: [B, m, m], [B, m, n] -> [B, m, n]."""
-        if not _fits(a, x):
+        if not _fits(a, x, *(() if out is None else (out,))):
             return torch.bmm(a, x, out=out)
         from quack.gemm_interface import gemm
 
         result: Tensor = gemm(a, x, out=out, tuned=False)
         return result
+
+    def product_in_place(self, a: Tensor, x: Tensor, free: Tensor, turn: int) -> bool:
+        """False: panel by panel."""
+        return False
 
     def run_stages(self, x: Tensor, places: Tensor, stages: Sequence[Stage]) -> bool:
         """False: products one by one."""

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from dmuown.errors import MissingDependencyError
-from dmuown.kernels import chain, normalize, table
+from dmuown.kernels import chain, normalize, panels, table
 from dmuown.kernels.products import multiply
 
 if TYPE_CHECKING:
@@ -51,6 +51,10 @@ class TritonOperations:
     def product(self, a: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """a x: [B, m, m], [B, m, n] -> [B, m, n]."""
         return multiply(a, x, out=torch.empty_like(x) if out is None else out)
+
+    def product_in_place(self, a: Tensor, x: Tensor, free: Tensor, turn: int) -> bool:
+        """In one kernel where there is one: see `panels.multiply`."""
+        return panels.multiply(a, x, free, turn)
 
     def run_stages(self, x: Tensor, places: Tensor, stages: Sequence[Stage]) -> bool:
         """In one kernel, or two, where that is faster: see `chain.run`."""

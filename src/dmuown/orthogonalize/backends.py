@@ -63,10 +63,17 @@ class Operations(Protocol):
         """a I + b r + c r r for r: [B, m, m], symmetric."""
 
     def commuting_product(self, a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """a b^T or b a^T: [B, m, m], symmetric because a and b are and commute."""
+        """a b^T or a b: [B, m, m], symmetric because a and b are and commute."""
 
     def product(self, a: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """a x: [B, m, m], [B, m, n] -> [B, m, n]."""
+
+    def product_in_place(self, a: Tensor, x: Tensor, free: Tensor, turn: int) -> bool:
+        """x <- a x, its columns turned towards the start (-1) or the end (1) by a width of these operations' choice.
+
+        a: [B, m, m]; x: [B, m, n]; free: [B, m, m], overwritten. The same width for every call on one x. False, with
+        nothing done, where `panels.multiply_by_panels` is as good.
+        """
 
     def run_stages(self, x: Tensor, places: Tensor, stages: Sequence[Stage]) -> bool:
         """Put x x^T into places[0], then make places[stage.out] for one stage after another, in fewer launches.
@@ -111,12 +118,15 @@ class TorchOperations:
         return result
 
     def commuting_product(self, a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
-        # The transpose of a b^T but for rounding: on CPU, products of 16-bit matrices with a transposed operand fall
-        # back to naive loops, which also round more.
-        return torch.bmm(b, a, out=out)
+        # Not a b^T: on CPU, products of 16-bit matrices with a transposed operand fall back to naive loops, which also
+        # round more.
+        return torch.bmm(a, b, out=out)
 
     def product(self, a: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         return torch.bmm(a, x, out=out)
+
+    def product_in_place(self, a: Tensor, x: Tensor, free: Tensor, turn: int) -> bool:
+        return False
 
     def run_stages(self, x: Tensor, places: Tensor, stages: Sequence[Stage]) -> bool:
         return False

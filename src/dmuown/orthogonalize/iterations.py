@@ -9,14 +9,17 @@ from torch import Tensor
 
 from dmuown.orthogonalize.backends import Operations, run_one_by_one
 from dmuown.orthogonalize.coefficients import Triple
+from dmuown.orthogonalize.panels import multiply_by_panels, turns, works_in_place
 from dmuown.orthogonalize.stages import cached_runs, count_places, plan_runs
 
 
-def iterate(x: Tensor, triples: Sequence[Triple], ops: Operations, restarts: Collection[int]) -> Tensor:
+def iterate(
+    x: Tensor, triples: Sequence[Triple], ops: Operations, restarts: Collection[int], *, in_place: bool = False
+) -> Tensor:
     """p_k(...p_1(x)) with p(x) = (a I + b x x^T + c (x x^T)^2) x.
 
     Between restarts R = x x^T is iterated on and Q accumulated, so that the wide side is touched only at the ends:
-    per step P = a I + b R + c R R, Q <- Q P, R <- P R P. A restart before zero-based step i sets x <- Q x, R = x x^T,
+    per step P = a I + b R + c R R, Q <- P Q, R <- P R P. A restart before zero-based step i sets x <- Q x, R = x x^T,
     Q = I: rounding makes small eigenvalues of R negative, each step multiplies them by about a^2, and only
     recomputing R makes them non-negative again. Restarting before every step is Jordan's Muon: P = a I + b R + c R R,
     x <- P x. Source: Gram Newton-Schulz, Dao-AILab (2026).
@@ -31,20 +34,26 @@ def iterate(x: Tensor, triples: Sequence[Triple], ops: Operations, restarts: Col
         triples: (a, b, c) of each step.
         ops: Who multiplies.
         restarts: Zero-based steps; see `Orthogonalizer.restarts`.
+        in_place: x <- Q x by panels in x's own memory where n >= 2 m: see `panels`.
 
     Returns:
         [B, m, n], a new tensor or x's memory.
     """
-    batch, m, _ = x.shape
+    batch, m, n = x.shape
     plan = plan_runs if torch.compiler.is_compiling() else cached_runs
     runs = plan(tuple(triples), frozenset(restarts))
     places = torch.empty((max(map(count_places, runs)), batch, m, m), dtype=x.dtype, device=x.device)
-    spare = torch.empty_like(x)
-    for stages in runs:
+    by_panels = in_place and works_in_place(m, n)
+    spare = None if by_panels else torch.empty_like(x)
+    for stages, turn in zip(runs, turns(len(runs)), strict=True):
         if not ops.run_stages(x, places, stages):
             run_one_by_one(ops, x, places, stages)
-        ops.product(places[stages[-1].out], x, out=spare)
-        x, spare = spare, x
+        made = stages[-1].out
+        if spare is None:
+            multiply_by_panels(places[made], x, places[made - 1], ops, turn)
+        else:
+            ops.product(places[made], x, out=spare)
+            x, spare = spare, x
     return x
 
 

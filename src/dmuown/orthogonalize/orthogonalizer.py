@@ -13,6 +13,8 @@ from dmuown.orthogonalize.backends import BACKENDS, Operations, select_backend
 from dmuown.orthogonalize.coefficients import TABLES, CoefficientTable, custom_table
 from dmuown.orthogonalize.iterations import gram_cost, iterate, plain_cost
 from dmuown.orthogonalize.options import check_choice, check_dtype, check_positive, check_steps, choice_error
+from dmuown.orthogonalize.panels import works_in_place
+from dmuown.orthogonalize.stages import cached_runs, count_places
 
 # Scheme -> names of the tables it takes, the default first.
 SCHEMES: dict[str, tuple[str, ...]] = {
@@ -50,6 +52,8 @@ class Orthogonalizer:
         form: `plain` iterates on x, `gram` on x x^T with restarts, `auto` takes whichever needs fewer
             operations for the shape (`gram` needs more for nearly square matrices).
         backend: Who multiplies: see `backends.select_backend`.
+        in_place: Spare the second copy of a matrix at least twice as long as wide: x <- Q x by panels, which copies
+            a little more (`panels`).
         function: `func(x, epsilon=...) -> Tensor` of x's shape (Dion's `newton_schulz_func`); replaces everything
             above but epsilon, and its result's dtype is kept.
 
@@ -67,6 +71,7 @@ class Orthogonalizer:
     form: str = "auto"
     backend: str = "auto"
     function: Callable[..., Tensor] | None = None
+    in_place: bool = False
     table: CoefficientTable = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -129,7 +134,7 @@ class Orthogonalizer:
         x = self._normalize(x, ops, overwrite)
         triples = self.table.for_steps(self.steps)
         restarts = self.restarts() if self.chosen_form(m, n, ops) == "gram" else range(len(triples))
-        x = iterate(x, triples, ops, restarts)
+        x = iterate(x, triples, ops, restarts, in_place=self.in_place)
         return x.mT if tall else x
 
     def _normalize(self, x: Tensor, ops: Operations, overwrite: bool) -> Tensor:
@@ -166,6 +171,18 @@ class Orthogonalizer:
         if self.dtype == torch.bfloat16:
             return frozenset((2, *range(3, self.steps, 2)))
         return frozenset(range(2, self.steps, 3))
+
+    def temporary_bytes(self, m: int, n: int) -> int:
+        """Bytes that each m x n matrix of a batch takes while it is orthogonalized: x, q x and the m x m matrices.
+
+        Counted for the Gram form where the choice is open, and so for a function of one's own.
+        """
+        m, n = sorted((m, n))
+        triples = self.table.for_steps(self.steps)
+        plain = self.form == "plain" or m == n
+        runs = cached_runs(triples, frozenset(range(self.steps)) if plain else self.restarts())
+        wide = m * n if self.in_place and works_in_place(m, n) else 2 * m * n
+        return self.dtype.itemsize * (wide + max(map(count_places, runs)) * m * m)
 
     def chosen_form(self, m: int, n: int, ops: Operations) -> str:
         """`plain` or `gram` for an m x n matrix, m <= n, on these operations."""

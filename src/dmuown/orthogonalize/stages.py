@@ -38,9 +38,11 @@ cached_runs = lru_cache(maxsize=256)(plan_runs)
 def plan_stages(triples: Sequence[Triple]) -> list[Stage]:
     """The stages of one run: R in place 0 gives Q, which the last stage makes.
 
-    Per step P = a I + b R + c R R, Q <- Q P, R <- P R P, all polynomials of the first R, so that they are symmetric
-    and commute. The first Q is the first P, and the last R is needed by nobody. R becomes (P R^T) P^T, which is P R P
-    even where rounding left R or P a little unsymmetric; P P R would add to that difference in every step.
+    Per step P = a I + b R + c R R, Q <- P Q, R <- P R P, all polynomials of the first R, so that they are symmetric
+    and commute, but for rounding. That makes the order matter: R is the Gram matrix of Q x for the rounded Q as long as
+    each P is applied from outside, and the next P then corrects what rounding did to Q. Q P instead doubles the error
+    on spectra that fall off (`docs/lab-log.md`), and P P R makes R less symmetric in every step.
+    The first Q is the first P, and the last R is needed by nobody.
     """
     r, free = 0, [1, 2, 3]
     stages: list[Stage] = []
@@ -52,7 +54,7 @@ def plan_stages(triples: Sequence[Triple]) -> list[Stage]:
             q = p
         else:
             product = free.pop(0)
-            stages.append(Stage(product, q, p, None))
+            stages.append(Stage(product, p, q, None))
             free.append(q)
             q = product
         if step < len(triples) - 1:

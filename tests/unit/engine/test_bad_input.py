@@ -32,6 +32,7 @@ def matrix(*shape: int, **options: Any) -> nn.Parameter:
         *[("ns_steps", value) for value in (0, -1, 2.5, True, "5")],
         *[("weight_decay", value) for value in (-0.1, math.nan, "much")],
         ("batch_size", 0),
+        *[("batch_bytes", value) for value in (0, -1, 1.5, True, "256 MiB")],
         ("nesterov", 1),
         ("scheme", "newton_shulz"),
         ("backend", "cuda"),

@@ -103,11 +103,12 @@ def test_a_matrix_without_gradient_or_not_finite_leaves_its_neighbours_alone() -
     "options",
     [
         {"batch_size": 4},
+        {"batch_bytes": 1 << 20},
         {"foreach": False},
         {"offload_state": True},
         {"newton_schulz_func": lambda x, epsilon: x / (x.norm(dim=(-2, -1), keepdim=True) + epsilon)},
     ],
-    ids=["batch_size", "foreach", "offload", "function"],
+    ids=["batch_size", "batch_bytes", "foreach", "offload", "function"],
 )
 def test_bounds_and_functions_keep_buckets_apart(options: dict[str, Any]) -> None:
     optimizer, _ = build("Muown", **options)

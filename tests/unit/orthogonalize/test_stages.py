@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from dmuown.orthogonalize.backends import TORCH
 from dmuown.orthogonalize.coefficients import Triple
 from dmuown.orthogonalize.iterations import iterate
 from dmuown.orthogonalize.stages import Stage, count_places, plan_runs, plan_stages
+from tests.unit.kernels.interpreted.inputs import falling_spectra
 
 TRIPLES: list[Triple] = [(3.4 - 0.2 * i, -4.7 + 0.3 * i, 2.0 + 0.1 * i) for i in range(6)]
 
@@ -75,6 +77,30 @@ def test_a_step_turns_r_into_p_r_p_where_rounding_left_it_unsymmetric(product: o
     result = product(places[r.a], places[r.b])
     exact = polynomial @ unsymmetric @ polynomial
     assert min(float((result - e).abs().max()) for e in (exact, exact.mT)) < 1e-12
+
+
+@pytest.mark.parametrize("product", [TORCH.commuting_product, transposed_product], ids=["torch", "kernels"])
+def test_a_step_takes_p_to_the_left_of_q(product: object) -> None:
+    """Rounded, they do not commute: P is made from the Gram matrix of Q x, so that it has to follow Q."""
+    assert callable(product)
+    stages = plan_stages(TRIPLES[:2])
+    (first, second), last = [stage for stage in stages if stage.triple is not None], stages[-1]
+    p, q = torch.randn(2, 1, 5, 5, dtype=torch.float64)
+    q = q + q.mT
+    places = {second.out: p, first.out: q}
+    assert torch.equal(product(places[last.a], places[last.b]), p @ q)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("coefficients", ["keller", "polar_express"])
+def test_falling_spectra_stay_near_float64(coefficients: str, dtype: torch.dtype) -> None:
+    """Q P instead of P Q is twice as far off in fp16."""
+    scheme = "newton_schulz" if coefficients == "keller" else "polar_express"
+    common: dict[str, Any] = {"scheme": scheme, "coefficients": coefficients, "form": "gram", "backend": "torch"}
+    x = falling_spectra(3, 136, 264)
+    exact = Orthogonalizer(**common, dtype=torch.float64)(x)
+    error = (Orthogonalizer(**common, dtype=dtype)(x).double() - exact).norm() / exact.norm()
+    assert error < (0.026 if dtype == torch.float16 else 0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -305,7 +305,7 @@ def test_batch_size_bounds_what_is_loaded_at_once(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("dmuown.engine.planning.WorkingSet", Counted)
     params = [torch.nn.Parameter(initial(8, 8, dtype=torch.float32)) for _ in range(40)]
-    for batch_size, expected in ((None, [16, 16, 8]), (10, [10] * 4)):
+    for batch_size, expected in ((None, [14, 14, 12]), (10, [10] * 4)):
         loads.clear()
         optimizer = dmuown.Muon(params, offload_state=True, batch_size=batch_size)
         for param in params:

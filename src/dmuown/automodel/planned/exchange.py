@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dmuown.engine.bounds import params_at_once
 from dmuown.engine.exchange import wire_dtype
 from dmuown.engine.layout import MatrixLayout
 from dmuown.engine.owners import Block, Division, Owners, assign_owners
@@ -22,7 +23,8 @@ class BucketPlan:
 
     Attributes:
         bucket: The engine's description of it.
-        collectives: All-to-alls and all-gathers of a step, the same on every rank.
+        collectives: All-to-alls and all-gathers of a step: of whole buckets the same on every rank; of tasks that a
+            group bounds the most, since a replica without a matrix in a task sends nothing there.
         bytes_sent: Bytes that each rank of the stage sends.
         work: Floating-point operations of orthogonalization, by rank.
         matrices: Matrices that each rank orthogonalizes.
@@ -51,14 +53,15 @@ class BucketPlan:
         }
 
 
-def plan_exchange(buckets: Sequence[Bucket], ranks: int, *, batch_size: int | None = None) -> list[BucketPlan]:
+def plan_exchange(buckets: Sequence[Bucket], ranks: int, settings: Mapping[str, Any] | None = None) -> list[BucketPlan]:
     """Work out the exchange of a stage.
 
     Args:
         buckets: Its buckets, by falling cost, as the engine orders them.
         ranks: Ranks of the stage.
-        batch_size: Matrices at once (the group's option); None takes whole buckets.
+        settings: Options of the optimizer, of which those that bound a task are read; None takes whole buckets.
     """
+    settings = settings or {}
     plans = [BucketPlan(bucket, {}, [0.0] * ranks, [0.0] * ranks, [0] * ranks, [0.0] * ranks) for bucket in buckets]
     counted: list[set[int]] = [set() for _ in plans]
     divisions: dict[object, Division] = {}
@@ -69,10 +72,10 @@ def plan_exchange(buckets: Sequence[Bucket], ranks: int, *, batch_size: int | No
             if rank in ranks_counted:
                 continue
             if plan.bucket.layout.mesh is None:  # one process
-                _count_team(plan, ((0,),), owners, batch_size)
+                _count_team(plan, ((0,),), owners, settings)
                 ranks_counted.update(range(ranks))
             else:
-                _count_team(plan, owners.team, owners, batch_size)
+                _count_team(plan, owners.team, owners, settings)
                 ranks_counted.update(member for members in owners.team for member in members)
     return plans
 
@@ -86,7 +89,7 @@ def _coordinate(layout: MatrixLayout, rank: int) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def _count_team(plan: BucketPlan, team: Block, owners: Owners, batch_size: int | None) -> None:
+def _count_team(plan: BucketPlan, team: Block, owners: Owners, settings: Mapping[str, Any]) -> None:
     bucket, layout = plan.bucket, plan.bucket.layout
     compute = bucket.orthogonalizer.dtype.itemsize
     wire = wire_dtype(bucket.orthogonalizer.dtype).itemsize
@@ -97,7 +100,7 @@ def _count_team(plan: BucketPlan, team: Block, owners: Owners, batch_size: int |
     in_replica = [sum(counts) for counts in owned]
     longest = max(in_replica, default=0)
     per_block = max(1, len(bucket.blocks))
-    chunks = _chunks(bucket, owners, batch_size)
+    chunks = _chunks(bucket, owners, settings)
     if len(team[0]) > 1:
         plan.collectives["all_to_all"] = 2 * chunks
     if len(team) > 1:
@@ -117,11 +120,11 @@ def _count_team(plan: BucketPlan, team: Block, owners: Owners, batch_size: int |
             plan.matrices[rank] += mine * per_block
 
 
-def _chunks(bucket: Bucket, owners: Owners, batch_size: int | None) -> int:
-    if batch_size is None or not owners.places:
+def _chunks(bucket: Bucket, owners: Owners, settings: Mapping[str, Any]) -> int:
+    if not owners.places:
         return 1
-    per_param = max(1, len(owners.places) // len(bucket.params))
-    return math.ceil(len(bucket.params) / max(1, batch_size // per_param))
+    count = len(bucket.params)
+    return math.ceil(count / params_at_once(bucket, owners, settings, count))
 
 
 def state_bytes(

@@ -115,7 +115,7 @@ def _sharded(stage: _Stage, placed: Mapping[str, Tensor], plan: StagePlan) -> No
     """Shards of FSDP2, which the engine exchanges."""
     found, settings, ranks = plan.ranks, stage.settings, stage.cluster.stage_size
     buckets = make_buckets(stage.groups, placed, settings)
-    plan.buckets = plan_exchange(buckets, ranks, batch_size=settings.get("batch_size"))
+    plan.buckets = plan_exchange(buckets, ranks, settings)
     _add_exchange(found, plan.buckets, range(ranks))
     layouts = {name: bucket.layout for bucket in buckets for name in bucket.names}
     # Parameters of equal shape and layout weigh the same: count one of each kind.
@@ -159,7 +159,7 @@ def _owned(stage: _Stage, options: DMuonOptions, plan: StagePlan) -> None:
         ranks = range(owner * cluster.tp, (owner + 1) * cluster.tp)
         trained = {name for name in names if name in stage.group_of}
         buckets = make_buckets(stage.groups, held, settings, trained)
-        exchange = plan_exchange(buckets, cluster.tp, batch_size=settings.get("batch_size"))
+        exchange = plan_exchange(buckets, cluster.tp, settings)
         _add_exchange(found, exchange, ranks)
         layouts = {name: bucket.layout for bucket in buckets for name in bucket.names}
         for place_, rank in enumerate(ranks):

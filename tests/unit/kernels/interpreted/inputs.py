@@ -23,6 +23,16 @@ def matrices(kind: str, batch: int, rows: int, columns: int, seed: int = 0) -> T
     return x
 
 
+def falling_spectra(batch: int, rows: int, columns: int, seed: int = 0) -> Tensor:
+    """fp32 [batch, rows, columns], rows <= columns, of singular values from 1 down to 1e-4."""
+    generator = torch.Generator().manual_seed(seed)
+    u, v = (
+        torch.linalg.qr(torch.randn(batch, size, rows, generator=generator, dtype=torch.float64))[0]
+        for size in (rows, columns)
+    )
+    return (u * torch.logspace(-4, 0, rows, dtype=torch.float64) @ v.mT).float()
+
+
 def laid_out(x: Tensor, layout: str) -> Tensor:
     """The same values as rows, as a transpose, or with gaps."""
     if layout == "transposed":
