@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -160,3 +161,42 @@ def yields_of_a_step(rank: int, world_size: int) -> list[int]:
 def test_tasks_yield_alike_where_teams_differ_along_a_mesh() -> None:
     """Yields decide how tasks interleave, and so the order of collectives that all ranks of a mesh share."""
     assert run_ranks(6, yields_of_a_step) == [[1]] * 6
+
+
+def unlike_teams(rank: int, world_size: int, bounds: dict[str, Any]) -> tuple[list[int], list[int], float]:
+    """(Replicas of each bucket's team, tasks of each bucket, the largest difference from one process)."""
+    mesh = init_device_mesh("cpu", (4, world_size // 4))
+    shapes = [(3, 40, 64), *[(3, 32, 64)] * 5, *[(rows, 64) for rows in (36, 20, 12) for _ in range(3)]]
+    generator = torch.Generator().manual_seed(0)
+    sharded: list[Any] = []
+    whole: list[torch.nn.Parameter] = []
+    for shape in shapes:
+        values = [torch.randn(shape, generator=generator) for _ in range(2)]
+        placements = [Replicate(), Shard(0 if len(shape) == 3 else 1)]
+        for params, place in (
+            (sharded, lambda value: distribute_tensor(value, mesh, placements)),  # noqa: B023 -- called at once
+            (whole, lambda value: value.clone()),
+        ):
+            params.append(torch.nn.Parameter(place(values[0])))
+            params[-1].grad = place(values[1])
+    for params in (sharded, whole):
+        optimizer = dmuown.Muown(params, lr=0.1, ns_dtype=torch.float32, **bounds)
+        plan = optimizer.plan
+        if params is sharded:
+            tasks = [
+                len(plan.splits(bucket, optimizer.param_groups[0], range(len(bucket.params))))
+                for bucket in plan.buckets
+            ]
+            teams = [len(bucket.owners.team) for bucket in plan.buckets]
+        optimizer.step()
+    pairs = zip(sharded, whole, strict=True)
+    return teams, tasks, max(float((one.full_tensor() - other).abs().max()) for one, other in pairs)
+
+
+@pytest.mark.parametrize("bounds", [{"batch_bytes": 1}, {"batch_bytes": 2**17}, {"batch_size": 2}], ids=str)
+def test_ranks_of_unlike_teams_have_as_many_tasks(bounds: dict[str, Any]) -> None:
+    """Two experts here and one there: four replicas divide the work of some, two that of others."""
+    results = run_ranks(8, unlike_teams, bounds, timeout=120)
+    assert results[0][0] != results[1][0]
+    assert len({tuple(tasks) for _, tasks, _ in results}) == 1
+    assert max(error for _, _, error in results) < 1e-5

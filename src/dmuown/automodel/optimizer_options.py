@@ -87,8 +87,8 @@ class MatrixOptions:
         ns_epsilon: Stabilizer of its normalization, > 0.
         scheme, coefficients, ns_dtype, backend: The orthogonalizer; see `dmuown.orthogonalize.Orthogonalizer`.
             `ns_dtype: auto` is float16 on CUDA, bfloat16 on a CPU that multiplies it fast, else float32.
-        batch_bytes: Bytes of temporary memory that a task may take, such as 268435456 (256 MiB); None takes whole
-            buckets. See `docs/guides/low-memory.md`.
+        batch_bytes: Bytes that orthogonalization may take on a rank in one task, one parameter at least, such as
+            201326592 (192 MiB); None takes whole buckets.
         nonfinite: "propagate", "skip" or "raise" at a gradient that is not finite. `dmuown finetune` takes
             "raise" where the YAML says nothing.
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from dmuown.orthogonalize.blocks import temporary_bytes
 
 if TYPE_CHECKING:
     from dmuown.engine.owners import Owners
@@ -14,26 +19,63 @@ if TYPE_CHECKING:
 OFFLOAD_BATCH_SIZE = 16
 
 
-def is_bounded(group: Mapping[str, Any]) -> bool:
-    """Whether a group says how much of its buckets is taken at once."""
-    return _most_matrices(group) is not None or group.get("batch_bytes") is not None
+def is_bounded(bucket: Bucket, group: Mapping[str, Any]) -> bool:
+    """Whether a group says how much of a bucket is taken at once."""
+    return _most_matrices(group) is not None or bucket.params_within is not None
 
 
 def params_at_once(bucket: Bucket, owners: Owners, group: Mapping[str, Any], count: int) -> int:
-    """How many of `count` parameters of a bucket step in one task, alike on all ranks of its team; at least 1.
+    """How many of `count` parameters of a bucket step in one task; at least 1.
 
-    No more than the group allows, and then in tasks as equal as they can be, of a multiple of the ranks that divide
-    them.
+    No more than the group allows, and then in tasks as equal as they can be whose matrices the ranks of the team can
+    divide evenly. The number of tasks is alike on all ranks of the bucket's mesh, whatever their teams.
     """
-    limits = [count * bucket.most_units_per_param]
+    limit = count
     if (most := _most_matrices(group)) is not None:
-        limits.append(most)
-    if (budget := group.get("batch_bytes")) is not None:
-        limits.append(_matrices_within(bucket, owners, budget))
-    limit = max(1, min(limits) // bucket.most_units_per_param)
+        limit = min(limit, most // bucket.most_units_per_param)
+    if bucket.params_within is not None:
+        limit = min(limit, bucket.params_within)
+    limit = max(1, limit)
     even = math.ceil(count / math.ceil(count / limit)) if count else 1
     ranks = _ranks(owners)
-    return min(limit, math.ceil(even / ranks) * ranks)
+    divisible = ranks // math.gcd(ranks, bucket.most_units_per_param)
+    return min(limit, math.ceil(even / divisible) * divisible)
+
+
+def params_within(bucket: Bucket, owners: Owners, budget: int) -> int:
+    """Parameters at once, at least 1, for which no rank of this team takes more than `budget` bytes.
+
+    A rank holds what orthogonalization takes of the matrices it owns, and, where they are shared, its parts of what
+    all owners get and send back.
+    """
+    if not owners.places:
+        return len(bucket.params)
+    layout, ranks = bucket.layout, _ranks(owners)
+    taken = temporary_bytes(bucket.orthogonalizer, bucket.blocks, layout.m, layout.n)
+    if ranks > 1:
+        part = math.ceil(layout.m * layout.n / len(owners.team[0]))
+        taken += 2 * ranks * part * bucket.orthogonalizer.dtype.itemsize
+    units = owners.most_together(max(1, budget // max(1, taken)))
+    return max(1, units * len(bucket.params) // len(owners.places))
+
+
+def agree_on_bounds(
+    buckets: Sequence[Bucket], groups: Sequence[Mapping[str, Any]], group: dist.ProcessGroup | None
+) -> None:
+    """Set `params_within` of buckets whose groups set `batch_bytes`: the least that any rank of `group` finds.
+
+    Teams of one mesh can be unlike, where ranks have experts of unlike number. Collective, if any group sets it.
+    """
+    bounded = [bucket for bucket in buckets if groups[bucket.group_index].get("batch_bytes") is not None]
+    if not bounded:
+        return
+    within = torch.tensor(
+        [params_within(bucket, bucket.owners, groups[bucket.group_index]["batch_bytes"]) for bucket in bounded]
+    )
+    if group is not None:
+        dist.all_reduce(within, op=dist.ReduceOp.MIN, group=group)
+    for bucket, count in zip(bounded, within.tolist(), strict=True):
+        bucket.params_within = count
 
 
 def _most_matrices(group: Mapping[str, Any]) -> int | None:
@@ -46,16 +88,3 @@ def _most_matrices(group: Mapping[str, Any]) -> int | None:
 def _ranks(owners: Owners) -> int:
     """Ranks that divide a bucket's matrices."""
     return max(1, sum(len(replica) for replica in owners.team))
-
-
-def _matrices_within(bucket: Bucket, owners: Owners, budget: int) -> int:
-    """Matrices for which no rank takes more than `budget` bytes; at least one a rank.
-
-    A rank holds what orthogonalization takes of the matrices it owns, and, where they are sharded, its parts of what
-    all owners get and send back.
-    """
-    m, n, orthogonalizer, ranks = bucket.layout.m, bucket.layout.n, bucket.orthogonalizer, _ranks(owners)
-    taken = orthogonalizer.temporary_bytes(m, n)
-    if ranks > 1:
-        taken += 2 * ranks * math.ceil(m * n / len(owners.team[0])) * orthogonalizer.dtype.itemsize
-    return ranks * max(1, budget // max(1, taken))

@@ -7,6 +7,7 @@ team divide the units and gather each other's results; teams know nothing of eac
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -47,6 +48,17 @@ class Owners:
 
     team: Block = ()
     places: tuple[Place, ...] = ()
+
+    def most_together(self, most: int) -> int:
+        """How many places in a row, wherever they begin, hold no owner more than `most` times."""
+        seen: dict[Place, list[int]] = {}
+        length = len(self.places)
+        for index, place in enumerate(self.places):
+            before = seen.setdefault(place, [])
+            before.append(index)
+            if len(before) > most:
+                length = min(length, index - before[-1 - most])
+        return length
 
 
 #: Replicas of a team, and the places of each bucket's units in it.
@@ -123,7 +135,18 @@ def _balance(shared: Sequence[tuple[Bucket, int]], replicas: int, ranks: int) ->
             loads[replica][owner] += bucket.flops_per_unit
             totals[replica] += bucket.flops_per_unit
             places[-1].append(Place(replica, owner))
+        places[-1] = _spread(places[-1])
     return places
+
+
+def _spread(places: Sequence[Place]) -> list[Place]:
+    """The same places, each owner's as far apart as they can be, so that tasks with a part of them employ all."""
+    counts, seen = Counter(places), Counter[Place]()
+    positions: list[tuple[float, int, int]] = []
+    for place in places:
+        positions.append(((seen[place] + 0.5) / counts[place], place.replica, place.owner))
+        seen[place] += 1
+    return [Place(replica, owner) for _, replica, owner in sorted(positions)]
 
 
 def _padding(buckets: Sequence[Bucket], places: Sequence[Sequence[Place]], replicas: int) -> float:

@@ -41,6 +41,7 @@ class Bucket:
         owners: Who orthogonalizes each unit.
         block_of_row: Per local row, its block; None for one block.
         compute_device: Where they are updated, if that is not where they are.
+        params_within: How many of them the group's `batch_bytes` allows at once, alike on all ranks; None without it.
     """
 
     group_index: int
@@ -58,6 +59,7 @@ class Bucket:
     owners: Owners = field(default_factory=Owners)
     block_of_row: Tensor | None = None
     compute_device: torch.device | None = None
+    params_within: int | None = None
 
     @property
     def device(self) -> torch.device:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from dmuown.algorithms import Algorithm, DeclaredState, ElementwiseAlgorithm, MatrixBatch, MuonAlgorithm
 from dmuown.engine.agreement import GradientReport, agree, first_difference
-from dmuown.engine.bounds import is_bounded, params_at_once
+from dmuown.engine.bounds import agree_on_bounds, is_bounded, params_at_once
 from dmuown.engine.capturable import is_recording
 from dmuown.engine.groups import audience_of, audiences, control_group, mesh_group
 from dmuown.engine.joint import Joint, join
@@ -196,7 +196,7 @@ class Plan:
         """What is updated in one task each: a joint's chunks together, or one by one where a group bounds them."""
         for joint in part:
             chunks = self.chunks(gradients, groups, joint)
-            bounded = any(is_bounded(groups[bucket.group_index]) for bucket in joint.buckets)
+            bounded = any(is_bounded(bucket, groups[bucket.group_index]) for bucket in joint.buckets)
             for together in [[chunk] for chunk in chunks] if bounded else [chunks] if chunks else []:
                 yield joint, together
 
@@ -290,8 +290,10 @@ def make_plan(
     for bucket in buckets:
         parts_of[audience_of(bucket.params[0])].append(bucket)
     algorithm_of = {record.param: record.algorithm for record in records}
+    for audience, part in parts_of.items():
+        agree_on_bounds(part, groups, control_group(audience) if audience else None)
     parts = [
-        join(part, [_kind(algorithm_of[bucket.params[0]], groups[bucket.group_index]) for bucket in part])
+        join(part, [_kind(algorithm_of[bucket.params[0]], bucket, groups[bucket.group_index]) for bucket in part])
         for part in parts_of.values()
         if part
     ]
@@ -314,11 +316,11 @@ def _told_back(audiences: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return needed[::-1]
 
 
-def _kind(algorithm: Algorithm, group: Mapping[str, Any]) -> str | None:
+def _kind(algorithm: Algorithm, bucket: Bucket, group: Mapping[str, Any]) -> str | None:
     """What a bucket's task may be joined with: others of its algorithm; None where bounded, or whole tensors."""
     if not isinstance(algorithm, MuonAlgorithm) or algorithm.updates_whole_tensors():
         return None
-    return None if is_bounded(group) else algorithm.name
+    return None if is_bounded(bucket, group) else algorithm.name
 
 
 def _hashable(key: tuple[object, ...]) -> tuple[object, ...]:

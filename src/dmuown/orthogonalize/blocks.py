@@ -8,13 +8,18 @@ blocks. The blocks of one weight are disjoint and cover all rows.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dmuown.errors import OptionError
+
+if TYPE_CHECKING:
+    from dmuown.orthogonalize.orthogonalizer import Orthogonalizer
 
 
 @dataclass(frozen=True)
@@ -155,6 +160,20 @@ def check_blocks(blocks: Blocks, m: int) -> None:
     rows = sorted(row for block in blocks for row in row_indices(block))
     if rows != list(range(m)):
         raise OptionError("split_sizes", f"must cover each of the {m} output rows exactly once, got blocks {blocks!r}")
+
+
+def temporary_bytes(orthogonalizer: Orthogonalizer, blocks: Blocks, m: int, n: int) -> int:
+    """Bytes that `orthogonalize_blocks` takes at most for each m x n matrix: see `Orthogonalizer.temporary_bytes`.
+
+    Blocks of unlike rows are gathered by their rows, one kind after another, into a result of their own.
+    """
+    if len(blocks) <= 1:
+        return orthogonalizer.temporary_bytes(m, n)
+    if _uniform(blocks, m):
+        return len(blocks) * orthogonalizer.temporary_bytes(m // len(blocks), n)
+    kinds = Counter(block_rows(block) for block in blocks)
+    most = max(count * orthogonalizer.temporary_bytes(rows, n) for rows, count in kinds.items())
+    return most + 2 * m * n * orthogonalizer.dtype.itemsize
 
 
 def _uniform(blocks: Blocks, m: int) -> bool:

@@ -34,7 +34,7 @@ def iterate(
         triples: (a, b, c) of each step.
         ops: Who multiplies.
         restarts: Zero-based steps; see `Orthogonalizer.restarts`.
-        in_place: x <- Q x by panels in x's own memory where n >= 2 m: see `panels`.
+        in_place: x <- Q x by panels in x's own memory where that pays: see `panels`.
 
     Returns:
         [B, m, n], a new tensor or x's memory.
@@ -50,6 +50,7 @@ def iterate(
             run_one_by_one(ops, x, places, stages)
         made = stages[-1].out
         if spare is None:
+            # Of the places only Q's is needed any more, which is never the first.
             multiply_by_panels(places[made], x, places[made - 1], ops, turn)
         else:
             ops.product(places[made], x, out=spare)

@@ -52,8 +52,8 @@ class Orthogonalizer:
         form: `plain` iterates on x, `gram` on x x^T with restarts, `auto` takes whichever needs fewer
             operations for the shape (`gram` needs more for nearly square matrices).
         backend: Who multiplies: see `backends.select_backend`.
-        in_place: Spare the second copy of a matrix at least twice as long as wide: x <- Q x by panels, which copies
-            a little more (`panels`).
+        in_place: Spare the second copy of matrices of at least 128 rows, two to thirty-two times as long: x <- Q x by
+            panels, which copies a little more (`panels`).
         function: `func(x, epsilon=...) -> Tensor` of x's shape (Dion's `newton_schulz_func`); replaces everything
             above but epsilon, and its result's dtype is kept.
 
@@ -179,7 +179,7 @@ class Orthogonalizer:
         """
         m, n = sorted((m, n))
         triples = self.table.for_steps(self.steps)
-        plain = self.form == "plain" or m == n
+        plain = self.form == "plain" or (self.form == "auto" and m == n)
         runs = cached_runs(triples, frozenset(range(self.steps)) if plain else self.restarts())
         wide = m * n if self.in_place and works_in_place(m, n) else 2 * m * n
         return self.dtype.itemsize * (wide + max(map(count_places, runs)) * m * m)

@@ -9,12 +9,16 @@ from torch import Tensor
 if TYPE_CHECKING:
     from dmuown.orthogonalize.backends import Operations
 
+# One launch a panel where no kernel does them all: a quarter of a millisecond of launches for what saves no memory.
+_LEAST_ROWS = 128
+_MOST_PANELS = 32
+
 TOWARDS_START, TOWARDS_END, IN_PLACE = -1, 1, 0
 
 
 def works_in_place(m: int, n: int) -> bool:
-    """Whether an m x n matrix is wide enough for it to pay: a panel beside the one that waits."""
-    return n >= 2 * m
+    """Whether it pays for an m x n matrix: there is memory to spare, and not in many small products."""
+    return m >= _LEAST_ROWS and 2 * m <= n <= _MOST_PANELS * m
 
 
 def turns(runs: int) -> list[int]:

@@ -2,15 +2,48 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmuown.orthogonalize import Orthogonalizer, panels
 from dmuown.orthogonalize.backends import TORCH
+from dmuown.orthogonalize.blocks import blocks_from_split_sizes, orthogonalize_blocks, temporary_bytes
 from dmuown.orthogonalize.panels import IN_PLACE, TOWARDS_END, TOWARDS_START, multiply_by_panels, turns, works_in_place
+
+
+class Held(TorchDispatchMode):
+    """The most bytes of tensors that were alive at once, of those made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = 0
+        self._alive: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(value, Tensor):
+                self._count(value.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._alive:
+            return
+        self._alive.add(key)
+        self.now += storage.nbytes()
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._free, key, storage.nbytes())
+
+    def _free(self, key: int, size: int) -> None:
+        self._alive.discard(key)
+        self.now -= size
+
 
 SHAPES = [(2, 4, 8), (1, 4, 12), (3, 5, 12), (2, 4, 11), (1, 1, 7), (2, 3, 6)]
 
@@ -37,7 +70,7 @@ def test_columns_end_where_they_began(runs: int) -> None:
 
 
 @pytest.mark.parametrize("options", [{"steps": steps} for steps in (1, 2, 3, 5, 8)] + [{"form": "plain"}], ids=str)
-@pytest.mark.parametrize("shape", [(2, 8, 16), (2, 8, 41), (2, 50, 6), (1, 1, 9), (2, 6, 11), (3, 64, 7)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 128, 256), (1, 128, 300), (2, 530, 130), (1, 1, 9), (2, 64, 130)], ids=str)
 def test_orthogonalized_in_place_as_apart(shape: tuple[int, ...], options: dict[str, Any]) -> None:
     x = torch.randn(shape, dtype=torch.float64)
     options = {"scheme": "polar_express", "dtype": torch.float64, "backend": "torch", **options}
@@ -50,7 +83,7 @@ def test_orthogonalized_in_place_as_apart(shape: tuple[int, ...], options: dict[
 def test_no_second_copy_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what is as large as x, one tensor: x itself, normalized."""
     made: list[int] = []
-    wide = [(2, 8, 24), (2, 24, 8)]
+    wide = [(2, 128, 384), (2, 384, 128)]
     real_like, real_empty = torch.empty_like, torch.empty
 
     def like(x: Tensor, **options: Any) -> Tensor:
@@ -68,7 +101,7 @@ def test_no_second_copy_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
         for in_place, copies in ((True, 1), (False, 2)):
             made.clear()
             Orthogonalizer(dtype=torch.float32, backend="torch", in_place=in_place)(torch.randn(shape))
-            assert sum(size == 2 * 8 * 24 for size in made) == copies
+            assert sum(size == 2 * 128 * 384 for size in made) == copies
 
 
 def test_temporary_bytes_by_hand() -> None:
@@ -80,8 +113,46 @@ def test_temporary_bytes_by_hand() -> None:
     assert Orthogonalizer(**half, in_place=True).temporary_bytes(2048, 2048) == (2 * 8 + 2 * 8) * mib
     assert Orthogonalizer(**half, form="plain", in_place=True).temporary_bytes(2048, 8192) == (32 + 2 * 8) * mib
     assert Orthogonalizer(dtype=torch.float32).temporary_bytes(8192, 2048) == 2 * 96 * mib
-    assert not works_in_place(5, 9)
-    assert works_in_place(5, 10)
+    assert [works_in_place(*size) for size in ((128, 255), (128, 256), (128, 4096), (128, 4097), (127, 512))] == [
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("options", [{}, {"form": "plain"}, {"form": "gram"}, {"steps": 1}, {"steps": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [
+        ((128, 512), ()),
+        ((512, 128), ()),
+        ((64, 64), ()),
+        ((96, 128), ()),
+        ((384, 128), (128, 128, 128)),
+        ((64, 512), (8,) * 8),
+        ((384, 512), (256, 64, 64)),
+        ((160, 512), (128, 32)),
+    ],
+    ids=str,
+)
+def test_temporary_bytes_are_those_made(
+    shape: tuple[int, int],
+    sizes: tuple[int, ...],
+    options: dict[str, Any],
+    in_place: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Never fewer, and not many more: blocks of unlike rows are counted as if all of one kind were there at once."""
+    orthogonalizer = Orthogonalizer(dtype=torch.float32, backend="torch", in_place=in_place, **options)
+    blocks = blocks_from_split_sizes(sizes, shape[0]) if sizes else ()
+    with Held() as held:
+        orthogonalize_blocks(torch.randn(2, *shape), blocks, orthogonalizer)
+    counted = 2 * temporary_bytes(orthogonalizer, blocks, *shape)
+    assert held.most - 2 * 4 * shape[0] * shape[1] <= counted + 4096  # but the input, and norms
+    assert counted <= 2.1 * held.most
 
 
 def test_operations_with_a_kernel_for_it_are_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +164,7 @@ def test_operations_with_a_kernel_for_it_are_asked_first(monkeypatch: pytest.Mon
         return True
 
     monkeypatch.setattr(TORCH, "product_in_place", product_in_place, raising=False)
-    x = torch.randn(2, 6, 20, dtype=torch.float64)
+    x = torch.randn(2, 128, 500, dtype=torch.float64)
     options: dict[str, Any] = {"dtype": torch.float64, "backend": "torch"}
     torch.testing.assert_close(Orthogonalizer(**options, in_place=True)(x), Orthogonalizer(**options)(x))
     assert asked == [panels.TOWARDS_START, panels.TOWARDS_END]

@@ -91,16 +91,15 @@ def test_a_step_takes_p_to_the_left_of_q(product: object) -> None:
     assert torch.equal(product(places[last.a], places[last.b]), p @ q)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("coefficients", ["keller", "polar_express"])
-def test_falling_spectra_stay_near_float64(coefficients: str, dtype: torch.dtype) -> None:
-    """Q P instead of P Q is twice as far off in fp16."""
+@pytest.mark.parametrize(("coefficients", "bound"), [("keller", 0.021), ("polar_express", 0.026)])
+def test_falling_spectra_stay_near_float64(coefficients: str, bound: float) -> None:
+    """0.018 and 0.022; Q P instead of P Q has 0.029 and 0.043."""
     scheme = "newton_schulz" if coefficients == "keller" else "polar_express"
     common: dict[str, Any] = {"scheme": scheme, "coefficients": coefficients, "form": "gram", "backend": "torch"}
     x = falling_spectra(3, 136, 264)
     exact = Orthogonalizer(**common, dtype=torch.float64)(x)
-    error = (Orthogonalizer(**common, dtype=dtype)(x).double() - exact).norm() / exact.norm()
-    assert error < (0.026 if dtype == torch.float16 else 0.1)
+    error = (Orthogonalizer(**common, dtype=torch.float16)(x).double() - exact).norm() / exact.norm()
+    assert error < bound
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

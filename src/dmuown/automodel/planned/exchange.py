@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmuown.engine.bounds import params_at_once
+from dmuown.engine.bounds import params_at_once, params_within
 from dmuown.engine.exchange import wire_dtype
 from dmuown.engine.layout import MatrixLayout
-from dmuown.engine.owners import Block, Division, Owners, assign_owners
+from dmuown.engine.owners import Block, Division, Owners, Place, assign_owners
 from dmuown.engine.plan import Bucket
 
 
@@ -63,20 +64,25 @@ def plan_exchange(buckets: Sequence[Bucket], ranks: int, settings: Mapping[str, 
     """
     settings = settings or {}
     plans = [BucketPlan(bucket, {}, [0.0] * ranks, [0.0] * ranks, [0] * ranks, [0.0] * ranks) for bucket in buckets]
+    teams: list[dict[Block, Owners]] = [{} for _ in plans]
     counted: list[set[int]] = [set() for _ in plans]
     divisions: dict[object, Division] = {}
     for rank in range(ranks):
         if all(rank in ranks_counted for ranks_counted in counted):
             continue
-        for plan, owners, ranks_counted in zip(plans, assign_owners(buckets, rank, divisions), counted, strict=True):
+        assigned = assign_owners(buckets, rank, divisions)
+        for plan, owners, found, ranks_counted in zip(plans, assigned, teams, counted, strict=True):
             if rank in ranks_counted:
                 continue
-            if plan.bucket.layout.mesh is None:  # one process
-                _count_team(plan, ((0,),), owners, settings)
-                ranks_counted.update(range(ranks))
-            else:
-                _count_team(plan, owners.team, owners, settings)
-                ranks_counted.update(member for members in owners.team for member in members)
+            one_process = plan.bucket.layout.mesh is None
+            found[((0,),) if one_process else owners.team] = owners
+            ranks_counted.update(range(ranks) if one_process else (one for part in owners.team for one in part))
+    budget = settings.get("batch_bytes")
+    for plan, found in zip(plans, teams, strict=True):
+        if budget is not None:
+            plan.bucket.params_within = min(params_within(plan.bucket, owners, budget) for owners in found.values())
+        for team, owners in found.items():
+            _count_team(plan, team, owners, settings)
     return plans
 
 
@@ -94,37 +100,41 @@ def _count_team(plan: BucketPlan, team: Block, owners: Owners, settings: Mapping
     compute = bucket.orthogonalizer.dtype.itemsize
     wire = wire_dtype(bucket.orthogonalizer.dtype).itemsize
     whole = layout.m * layout.n
-    owned = [[0] * len(ranks) for ranks in team]
-    for place in owners.places:
-        owned[place.replica][place.owner] += 1
-    in_replica = [sum(counts) for counts in owned]
-    longest = max(in_replica, default=0)
     per_block = max(1, len(bucket.blocks))
-    chunks = _chunks(bucket, owners, settings)
-    if len(team[0]) > 1:
-        plan.collectives["all_to_all"] = 2 * chunks
+    tasks = _tasks(bucket, owners, settings)
+    by_replica = [Counter(place.replica for place in task.elements()) for task in tasks]
+    padded = sum(max(counts.values()) for counts in by_replica)
     if len(team) > 1:
-        plan.collectives["all_gather"] = chunks
+        plan.collectives["all_gather"] = max(len(tasks), plan.collectives.get("all_gather", 0))
     for replica, ranks in enumerate(team):
+        if len(ranks) > 1:
+            entered = 2 * sum(counts[replica] > 0 for counts in by_replica)
+            plan.collectives["all_to_all"] = max(entered, plan.collectives.get("all_to_all", 0))
         for owner, rank in enumerate(ranks):
-            mine = owned[replica][owner]
+            mine = [task[Place(replica, owner)] for task in tasks]
             held = layout.shards_at(_coordinate(layout, rank)).numel if layout.mesh is not None else whole
             sent = 0.0
             if len(ranks) > 1:
-                sent = (in_replica[replica] - mine) * held * wire + mine * (whole - held) * compute
-                plan.buffers[rank] = (in_replica[replica] * held + 2 * mine * whole) * wire / chunks
+                shared = sum(counts[replica] for counts in by_replica)
+                sent = (shared - sum(mine)) * held * wire + sum(mine) * (whole - held) * compute
+                plan.buffers[rank] = wire * max(
+                    (counts[replica] * held + 2 * own * whole for counts, own in zip(by_replica, mine, strict=True)),
+                    default=0,
+                )
             if len(team) > 1:
-                sent += longest * held * compute * (len(team) - 1)
+                sent += padded * held * compute * (len(team) - 1)
             plan.bytes_sent[rank] += sent
-            plan.work[rank] += mine * bucket.flops_per_unit
-            plan.matrices[rank] += mine * per_block
+            plan.work[rank] += sum(mine) * bucket.flops_per_unit
+            plan.matrices[rank] += sum(mine) * per_block
 
 
-def _chunks(bucket: Bucket, owners: Owners, settings: Mapping[str, Any]) -> int:
+def _tasks(bucket: Bucket, owners: Owners, settings: Mapping[str, Any]) -> list[Counter[Place]]:
+    """Matrices by owner, task by task."""
     if not owners.places:
-        return 1
+        return []
     count = len(bucket.params)
-    return math.ceil(count / params_at_once(bucket, owners, settings, count))
+    size = params_at_once(bucket, owners, settings, count) * len(owners.places) // count
+    return [Counter(owners.places[start : start + size]) for start in range(0, len(owners.places), size)]
 
 
 def state_bytes(
