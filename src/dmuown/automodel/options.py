@@ -63,10 +63,19 @@ def coefficients(key: str, value: Any) -> tuple[float, float]:
     return first, second
 
 
+def _whole(value: Any) -> Any:
+    """A string that spells a whole number as that number; anything else as it is."""
+    if isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            pass
+    return value
+
+
 def count(key: str, value: Any) -> int:
     """Return a whole number >= 1. Fractions and booleans are refused."""
-    if isinstance(value, str) and value.strip().lstrip("+-").isdigit():
-        value = int(value)
+    value = _whole(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise OptionError(key, f"must be a whole number >= 1, got {value!r}", f"Give {key} such a value")
     return value
@@ -74,8 +83,7 @@ def count(key: str, value: Any) -> int:
 
 def count_or_zero(key: str, value: Any) -> int:
     """Return a whole number >= 0. Fractions and booleans are refused."""
-    if isinstance(value, str) and value.strip().lstrip("+-").isdigit():
-        value = int(value)
+    value = _whole(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise OptionError(key, f"must be a whole number >= 0, got {value!r}", f"Give {key} such a value")
     return value

@@ -43,7 +43,8 @@ def iterate(
     plan = plan_runs if torch.compiler.is_compiling() else cached_runs
     runs = plan(tuple(triples), frozenset(restarts))
     places = torch.empty((max(map(count_places, runs)), batch, m, m), dtype=x.dtype, device=x.device)
-    by_panels = in_place and works_in_place(m, n)
+    # A compiler takes no results that are parts of a tensor.
+    by_panels = in_place and works_in_place(m, n) and not torch.compiler.is_compiling()
     spare = None if by_panels else torch.empty_like(x)
     for stages, turn in zip(runs, turns(len(runs)), strict=True):
         if not ops.run_stages(x, places, stages):

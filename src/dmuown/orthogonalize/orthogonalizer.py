@@ -53,7 +53,7 @@ class Orthogonalizer:
             operations for the shape (`gram` needs more for nearly square matrices).
         backend: Who multiplies: see `backends.select_backend`.
         in_place: Spare the second copy of matrices of at least 128 rows, two to thirty-two times as long: x <- Q x by
-            panels, which copies a little more (`panels`).
+            panels, which copies a little more (`panels`). Not while compiling.
         function: `func(x, epsilon=...) -> Tensor` of x's shape (Dion's `newton_schulz_func`); replaces everything
             above but epsilon, and its result's dtype is kept.
 
@@ -80,6 +80,8 @@ class Orthogonalizer:
         check_choice("ns_norm", self.norm, NORMS)
         check_choice("ns_form", self.form, FORMS)
         check_choice("backend", self.backend, BACKENDS)
+        if not isinstance(self.in_place, bool):
+            raise OptionTypeError("in_place", f"must be true or false, got {self.in_place!r}")
         if self.scheme == "gram" and self.form == "plain":
             raise OptionError("ns_form", "must not be 'plain' with scheme 'gram'", "Leave it at 'auto'")
         if self.function is not None and not callable(self.function):
@@ -175,7 +177,8 @@ class Orthogonalizer:
     def temporary_bytes(self, m: int, n: int) -> int:
         """Bytes that each m x n matrix of a batch takes while it is orthogonalized: x, q x and the m x m matrices.
 
-        Counted for the Gram form where the choice is open, and so for a function of one's own.
+        Counted for the Gram form where the choice is open, and so for a function of one's own. Not counted: a copy in
+        fp32, from which torch takes the norm of 16-bit input where no kernel does.
         """
         m, n = sorted((m, n))
         triples = self.table.for_steps(self.steps)
