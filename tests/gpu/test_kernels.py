@@ -86,6 +86,33 @@ def test_products(kind: str, dtype: torch.dtype) -> None:
         assert torch.equal(out, again), size
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "falling"])
+def test_products_and_normalization_of_difficult_inputs(kind: str) -> None:
+    """In bf16, whose range holds them, and in fp32; stored by rows and by columns."""
+    from dmuown.kernels import panels
+    from dmuown.kernels.normalize import normalize
+    from dmuown.kernels.products import multiply
+
+    for dtype in (torch.bfloat16, torch.float32):
+        for size in ((3, 264, 520), (2, 384, 1024)):
+            x = (falling_spectra(*size) if kind == "falling" else matrices(kind, *size)).cuda().to(dtype)
+            q = torch.randn(size[0], size[1], size[1], device="cuda").to(dtype) / size[1]
+            for given in (x, x.mT.contiguous().mT):
+                gram = multiply(given, given.mT, symmetric=True, out=torch.full_like(q, float("nan")))
+                assert error(gram, x.double() @ x.double().mT) < TOLERANCE[dtype], (dtype, size)
+                moved = multiply(q, given, c=given, beta=0.5, out=torch.full_like(given, float("nan")))
+                assert error(moved, q.double() @ x.double() + 0.5 * x.double()) < TOLERANCE[dtype], (dtype, size)
+                turned = given.clone()
+                if panels.multiply(q, turned, torch.full_like(q, float("nan")), 1):
+                    turned = torch.roll(turned, -256 if given.stride(-1) == 1 else -128, dims=-1)
+                    assert error(turned, q.double() @ x.double()) < TOLERANCE[dtype], (dtype, size)
+                else:
+                    assert dtype == torch.float32
+                unit_norm = normalize(given, torch.float16, factor=1.0, epsilon=1e-20, clamp=False)
+                assert unit_norm is not None
+                assert error(unit_norm, x.double() / x.double().norm(dim=(1, 2), keepdim=True)) < 1e-3, (dtype, size)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_non_finite_matrix_leaves_its_neighbours_alone(dtype: torch.dtype) -> None:
     orthogonalizer = Orthogonalizer(backend="triton", dtype=dtype)
@@ -249,6 +276,9 @@ def test_orthogonalization_matches_torch(scale: float) -> None:
         assert error(ours, exact) < 5e-3, shape
 
 
+Spoil = Callable[[Tensor], Tensor]
+
+
 def build(kind: str, transposed: bool, **options: Any) -> tuple[Any, list[nn.Parameter], torch.Generator]:
     """An optimizer of matrices of many sizes and one vector, and where their gradients come from."""
     generator = torch.Generator(device="cuda").manual_seed(3)
@@ -261,14 +291,16 @@ def build(kind: str, transposed: bool, **options: Any) -> tuple[Any, list[nn.Par
     return getattr(dmuown, kind)(groups, lr=0.02, **options), [*parameters, vector], generator
 
 
-def train(kind: str, transposed: bool, capture: bool = False, steps: int = 6, **options: Any) -> list[Tensor]:
-    """Weights after some steps on a falling learning rate."""
+def train(
+    kind: str, transposed: bool, capture: bool = False, steps: int = 6, spoil: Spoil = torch.clone, **options: Any
+) -> list[Tensor]:
+    """Weights after some steps on a falling learning rate, of gradients that `spoil` has changed."""
     optimizer, parameters, generator = build(kind, transposed, **options)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1 / (1 + count))
     stepper = dmuown.capture(optimizer) if capture else optimizer
     for index in range(steps):
         for parameter in parameters:
-            gradient = torch.randn(parameter.shape, device="cuda", generator=generator)
+            gradient = spoil(torch.randn(parameter.shape, device="cuda", generator=generator))
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
@@ -279,6 +311,32 @@ def train(kind: str, transposed: bool, capture: bool = False, steps: int = 6, **
         scheduler.step()
     assert optimizer.param_groups[0]["step"] == steps
     return [parameter.detach().clone() for parameter in parameters]
+
+
+SPOILT: dict[str, Spoil] = {
+    "tiny": lambda gradient: gradient * 1e-10,
+    "huge": lambda gradient: gradient * 1e10,
+    "rank one": lambda gradient: gradient[..., :1] * torch.ones_like(gradient),
+    "badly scaled": lambda gradient: (
+        gradient * torch.logspace(-4, 4, gradient.shape[-1], device="cuda").to(gradient.dtype)
+    ),
+    "zero": torch.zeros_like,
+}
+
+
+@pytest.mark.parametrize("spoilt", SPOILT)
+@pytest.mark.parametrize("kind", ["Muown", "Muon", "NorMuon", "NorMuown", "AngularMuown"])
+def test_fused_steps_on_difficult_gradients_equal_the_phases(
+    kind: str, spoilt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Orthogonalized in fp32, where what the two halves round does not grow."""
+    options = {**options_of(kind), "ns_dtype": torch.float32, "steps": 3, "spoil": SPOILT[spoilt], "ns_steps": 1}
+    own = train(kind, False, **options)
+    monkeypatch.setattr(fused, "before", lambda *arguments: None)
+    phases = train(kind, False, **options)
+    assert all(value.isfinite().all() for value in own)
+    for value, reference in zip(own, phases, strict=True):
+        assert error(value, reference) < 1e-4, spoilt
 
 
 def options_of(kind: str) -> dict[str, Any]:
