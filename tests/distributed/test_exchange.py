@@ -13,20 +13,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dmuown
+from dmuown.engine import joint
+from dmuown.engine.bounds import _bytes_per_owned
+from dmuown.engine.exchange import ExchangeCount, orthogonalize
+from dmuown.orthogonalize.backends import TorchOperations
 from tests.distributed.harness import RankPool
 from tests.distributed.sharding import (
     MATRIX_ALGORITHMS,
     Layout,
     Run,
     assert_sharded_equals_whole,
+    local,
     parameters,
     train_sharded,
     train_whole,
 )
 from tests.distributed.test_layouts import GRID, LINE, SQUARE, on
+from tests.memory import Held
 
 COLLECTIVES = (
     "all_to_all_single",
@@ -278,6 +284,58 @@ def step_with_function(rank: int, world_size: int) -> list[Tensor]:
 def test_a_function_of_another_dtype_gives_the_same_on_every_layout(ranks2: RankPool) -> None:
     for whole, sharded in ranks2.run(step_with_function):
         assert torch.equal(whole, sharded)
+
+
+def normalize_in_place(
+    self: object, x: Tensor, dtype: torch.dtype, *, factor: float, epsilon: float, clamp: bool, overwrite: bool = False
+) -> Tensor:
+    """As the kernels do, where torch would make a copy."""
+    assert overwrite
+    assert x.dtype == dtype
+    return x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) * factor + epsilon)
+
+
+def memory_of_a_task(rank: int, world_size: int, shape: tuple[int, int], replicas: int, most: int) -> float:
+    """The most bytes that this rank holds in any task, over a bound that is room for `most` matrices.
+
+    The least of three times: gloo's threads may keep a message for a moment longer.
+    """
+    mesh = init_device_mesh("cpu", (replicas, world_size // replicas))
+    placements = [Replicate(), Shard(0)]
+    params = [torch.nn.Parameter(distribute_tensor(torch.randn(shape), mesh, placements)) for _ in range(12)]
+    probe = dmuown.Muon(params, ns_dtype=torch.float32, batch_bytes=1).plan.buckets[0]
+    budget = most * _bytes_per_owned(probe, probe.owners)
+    optimizer = dmuown.Muon(params, ns_dtype=torch.float32, batch_bytes=budget)
+    (bucket,) = optimizer.plan.buckets
+    (joint_of_it,) = (one for part in optimizer.plan.parts for one in part)
+    mine = local(params[0]).shape
+    tasks = optimizer.plan.splits(bucket, optimizer.param_groups[0], range(12))
+    peaks: list[list[float]] = [[] for _ in tasks]
+    usual = TorchOperations.normalize
+    TorchOperations.normalize = normalize_in_place  # type: ignore[method-assign]
+    try:
+        for _ in range(3):
+            for task, peak in zip(tasks, peaks, strict=True):
+                with Held() as held:
+                    momentum = torch.randn(len(task), 1, *mine)  # side by side, as row kernels write it
+                    work = orthogonalize(bucket, list(momentum), ExchangeCount(), first=task[0], disposable=True)
+                    for _ in joint.run(joint_of_it, [work], ExchangeCount()):  # type: ignore[list-item]
+                        pass
+                peak.append(held.most / budget)
+    finally:
+        TorchOperations.normalize = usual  # type: ignore[method-assign]
+    return max(map(min, peaks))
+
+
+@pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("shape", [(128, 512), (130, 300), (40, 64), (3, 500), (2, 400)], ids=str)
+def test_no_rank_takes_more_than_its_group_allows(
+    ranks4: RankPool, shape: tuple[int, int], replicas: int, most: int
+) -> None:
+    """Its own matrices, and its parts of all; uneven and empty shards included. A little is norms."""
+    taken = ranks4.run(memory_of_a_task, shape, replicas, most)
+    assert 0.6 < max(taken) < 1.02
 
 
 def divided(rank: int, world_size: int, stepping: list[int], bounds: dict[str, Any]) -> int:

@@ -181,7 +181,7 @@ _RANK_TITLES = {
     "parameters": "parameters",
     "gradients": "gradients",
     "state": "optimizer state",
-    "buffers": "exchange buffers",
+    "buffers": "temporary, one task",
     "total": "memory together",
     "sent": "sent a step",
     "work": "orthogonalization, Gflop",

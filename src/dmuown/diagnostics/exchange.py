@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -136,7 +137,7 @@ def summarize_exchange(optimizer: MuonEngine) -> ExchangeSummary:
                 owners,
                 at,
                 coordinate,
-                plan.splits(bucket, group, range(len(bucket.params))),
+                plan.splits(bucket, group, range(len(bucket.params)), owners),
                 reductions,
             )
         return known[key]
@@ -156,23 +157,31 @@ def summarize_exchange(optimizer: MuonEngine) -> ExchangeSummary:
     # By identity: equality of buckets would compare their parameters.
     position = {id(bucket): index for index, bucket in enumerate(plan.buckets)}
     summaries = [
-        _summary(bucket, rank, traffic_of(position[id(bucket)], bucket, rank, bucket.owners), plan)
+        _summary(
+            bucket,
+            rank,
+            traffic_of(position[id(bucket)], bucket, rank, bucket.owners),
+            plan,
+            groups[bucket.group_index],
+        )
         for bucket in ordered
     ]
     return ExchangeSummary(rank, tuple(summaries), totals, plan.agreements)
 
 
-def _summary(bucket: Bucket, rank: int, traffic: Traffic | None, plan: Any) -> BucketSummary:
+def _summary(bucket: Bucket, rank: int, traffic: Traffic | None, plan: Any, group: Mapping[str, Any]) -> BucketSummary:
     layout = bucket.layout
     team = ((rank,),) if layout.mesh is None else bucket.owners.team
     assert traffic is not None, "a rank is in the mesh of its own parameters"
+    tasks = plan.splits(bucket, group, range(len(bucket.params)))
+    places = [place for task in tasks for place in bucket.places(task[0], len(task))]
     return BucketSummary(
         parameters=tuple(bucket.names),
         algorithm=plan.algorithm_of(bucket).name,
         shape=layout.shape,
         placements=", ".join(map(str, layout.placements)),
         mesh=() if layout.mesh is None else tuple(layout.mesh.shape),
-        owners=tuple(team[place.replica][place.owner] for place in bucket.places(0, len(bucket.params))),
+        owners=tuple(team[place.replica][place.owner] for place in places),
         traffic=traffic,
     )
 

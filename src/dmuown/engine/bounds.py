@@ -43,20 +43,29 @@ def params_at_once(bucket: Bucket, owners: Owners, group: Mapping[str, Any], cou
 
 
 def params_within(bucket: Bucket, owners: Owners, budget: int) -> int:
-    """Parameters at once, at least 1, for which no rank of this team takes more than `budget` bytes.
-
-    A rank holds what orthogonalization takes of the matrices it owns, and, where they are shared, its parts of what
-    all owners get and send back.
-    """
+    """Parameters at once, at least 1, for which no rank of this team takes more than `budget` bytes."""
     if not owners.places:
         return len(bucket.params)
+    units = owners.most_together(max(1, budget // max(1, _bytes_per_owned(bucket, owners))))
+    return max(1, units * len(bucket.params) // len(owners.places))
+
+
+def _bytes_per_owned(bucket: Bucket, owners: Owners) -> int:
+    """Bytes that a rank takes at most for each matrix it owns in a task, if no rank owns more.
+
+    Its parts of all matrices on their way to owners and back, and the most of: what orthogonalization takes; a matrix
+    beside the message it came in or leaves by; its replica's results, and a copy for the others to gather.
+    """
     layout, ranks = bucket.layout, _ranks(owners)
     taken = temporary_bytes(bucket.orthogonalizer, bucket.blocks, layout.m, layout.n)
-    if ranks > 1:
-        part = math.ceil(layout.m * layout.n / len(owners.team[0]))
-        taken += 2 * ranks * part * bucket.orthogonalizer.dtype.itemsize
-    units = owners.most_together(max(1, budget // max(1, taken)))
-    return max(1, units * len(bucket.params) // len(owners.places))
+    if ranks == 1:
+        return taken
+    size, whole = bucket.orthogonalizer.dtype.itemsize, layout.m * layout.n
+    # The first place of a mesh has the largest shards.
+    part = whole if layout.mesh is None else layout.shards_at((0,) * layout.mesh.ndim).numel
+    sharing = len(owners.team[0])
+    gathered = 2 * sharing * part if len(owners.team) > 1 else 0
+    return max(taken, 2 * whole * size, gathered * size) + 2 * ranks * part * size
 
 
 def agree_on_bounds(

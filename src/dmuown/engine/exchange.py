@@ -178,34 +178,53 @@ def _through_owners(
     yield None
     if work is not None:
         work.wait()
-    del outward
+    del outward, work  # which may hold what it has sent and received
 
     whole = torch.empty((owned, layout.m, layout.n), dtype=dtype, device=device) if owned else None
     if whole is not None:
-        for member, piece in zip(bucket.members, inward.split(inward_sizes), strict=True):
-            if member.numel:
-                _put(whole, member.rows, member.cols, piece.view(owned, member.row_count, member.col_count))
+        _unpack(bucket, inward, whole)
     del inward
     result = yield from _orthogonalize_whole(bucket, whole, True)
     del whole
 
     back = torch.empty(sum(inward_sizes), dtype=compute, device=device)
     if owned:
-        for member, piece in zip(bucket.members, back.split(inward_sizes), strict=True):
-            if member.numel:
-                _copy(piece.view(owned, member.row_count, member.col_count), _take(result, member.rows, member.cols))
+        _pack(bucket, result, back)
     del result
     received = torch.empty(sum(outward_sizes), dtype=compute, device=device)
     work = _all_to_all(received, back, outward_sizes, inward_sizes, group, count)
     yield None
     if work is not None:
         work.wait()
-    del back
+    del back, work
     shards: dict[int, Tensor] = {}
     for sent, piece in zip(by_owner, received.split(outward_sizes), strict=True):
         for unit, shard in zip(sent, piece.view(len(sent), here.row_count, here.col_count), strict=True):
             shards[unit] = shard
     return shards
+
+
+# Of their own, so that no view is left behind that would keep a message in memory.
+
+
+def _unpack(bucket: Bucket, message: Tensor, whole: Tensor) -> None:
+    """Put what the members of the shard group have sent into whole matrices."""
+    count = len(whole)
+    for member, piece in zip(
+        bucket.members, message.split([count * member.numel for member in bucket.members]), strict=True
+    ):
+        if member.numel:
+            _put(whole, member.rows, member.cols, piece.view(count, member.row_count, member.col_count))
+
+
+def _pack(bucket: Bucket, whole: Tensor, message: Tensor) -> None:
+    """Write every member's part of whole matrices, one after another."""
+    count = len(whole)
+    for member, piece in zip(
+        bucket.members, message.split([count * member.numel for member in bucket.members]), strict=True
+    ):
+        if member.numel:
+            _copy(piece.view(count, member.row_count, member.col_count), _take(whole, member.rows, member.cols))
 
 
 def _share_with_replicas(
@@ -233,6 +252,7 @@ def _share_with_replicas(
     yield None
     if work is not None:
         work.wait()
+    del own, work
     return {
         unit: gathered[position, slot]
         for position, replica in enumerate(bucket.replicas)

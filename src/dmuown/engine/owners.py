@@ -140,13 +140,16 @@ def _balance(shared: Sequence[tuple[Bucket, int]], replicas: int, ranks: int) ->
 
 
 def _spread(places: Sequence[Place]) -> list[Place]:
-    """The same places, each owner's as far apart as they can be, so that tasks with a part of them employ all."""
+    """The same places, each owner's as far apart as they can be, so that tasks with a part of them employ all.
+
+    Replicas alternate, since what they gather is padded to the one that has most of a task.
+    """
     counts, seen = Counter(places), Counter[Place]()
     positions: list[tuple[float, int, int]] = []
     for place in places:
-        positions.append(((seen[place] + 0.5) / counts[place], place.replica, place.owner))
+        positions.append(((seen[place] + 0.5) / counts[place], place.owner, place.replica))
         seen[place] += 1
-    return [Place(replica, owner) for _, replica, owner in sorted(positions)]
+    return [Place(replica, owner) for _, owner, replica in sorted(positions)]
 
 
 def _padding(buckets: Sequence[Bucket], places: Sequence[Sequence[Place]], replicas: int) -> float:

@@ -18,7 +18,7 @@ from dmuown.engine.capturable import is_recording
 from dmuown.engine.groups import audience_of, audiences, control_group, mesh_group
 from dmuown.engine.joint import Joint, join
 from dmuown.engine.layout import local_tensor
-from dmuown.engine.owners import assign_owners
+from dmuown.engine.owners import Owners, assign_owners
 from dmuown.engine.plan import Bucket, join_team, make_bucket
 from dmuown.engine.records import ParamRecord
 from dmuown.engine.rounding import follows_placements, rounds_stochastically
@@ -200,11 +200,16 @@ class Plan:
             for together in [[chunk] for chunk in chunks] if bounded else [chunks] if chunks else []:
                 yield joint, together
 
-    def splits(self, bucket: Bucket, group: Mapping[str, Any], stepping: Sequence[int]) -> list[list[int]]:
-        """Split the stepping parameters of a bucket by what its group allows, alike on all ranks of its mesh."""
+    def splits(
+        self, bucket: Bucket, group: Mapping[str, Any], stepping: Sequence[int], owners: Owners | None = None
+    ) -> list[list[int]]:
+        """Split the stepping parameters of a bucket by what its group allows.
+
+        As many parts on all ranks of its mesh; equal ones on those of a team, this rank's unless `owners` says another.
+        """
         if bucket.is_empty:
             return []
-        size = params_at_once(bucket, bucket.owners, group, len(stepping))
+        size = params_at_once(bucket, owners or bucket.owners, group, len(stepping))
         return [list(stepping[start : start + size]) for start in range(0, len(stepping), size)]
 
     @property

@@ -52,14 +52,14 @@ class Orthogonalizer:
         form: `plain` iterates on x, `gram` on x x^T with restarts, `auto` takes whichever needs fewer
             operations for the shape (`gram` needs more for nearly square matrices).
         backend: Who multiplies: see `backends.select_backend`.
-        in_place: Spare the second copy of matrices of at least 128 rows, two to thirty-two times as long: x <- Q x by
-            panels, which copies a little more (`panels`). Not while compiling.
+        in_place: Spare the second copy of long matrices (`panels.works_in_place`): x <- Q x by panels, which copies a
+            little more. Not while compiling.
         function: `func(x, epsilon=...) -> Tensor` of x's shape (Dion's `newton_schulz_func`); replaces everything
             above but epsilon, and its result's dtype is kept.
 
     Raises:
         OptionError: A value outside its range; the nearest name is suggested.
-        OptionTypeError: `function` is not callable.
+        OptionTypeError: `function` is not callable, or `in_place` no boolean.
     """
 
     scheme: str = "newton_schulz"

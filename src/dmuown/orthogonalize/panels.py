@@ -9,16 +9,17 @@ from torch import Tensor
 if TYPE_CHECKING:
     from dmuown.orthogonalize.backends import Operations
 
-# One launch a panel where no kernel does them all: a quarter of a millisecond of launches for what saves no memory.
+# Where no kernel does all panels at once, each is a product of its own: many for what is short and takes little memory.
 _LEAST_ROWS = 128
 _MOST_PANELS = 32
+_ROWS_THAT_PAY = 1024  # for any number of panels
 
 TOWARDS_START, TOWARDS_END, IN_PLACE = -1, 1, 0
 
 
 def works_in_place(m: int, n: int) -> bool:
     """Whether it pays for an m x n matrix: there is memory to spare, and not in many small products."""
-    return m >= _LEAST_ROWS and 2 * m <= n <= _MOST_PANELS * m
+    return m >= _LEAST_ROWS and n >= 2 * m and (m >= _ROWS_THAT_PAY or n <= _MOST_PANELS * m)
 
 
 def turns(runs: int) -> list[int]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import dmuown
+from dmuown.automodel.planned.exchange import plan_exchange
 from dmuown.engine.bounds import is_bounded, params_at_once, params_within
 from dmuown.engine.owners import Owners, Place, _spread
 from dmuown.engine.plan import Bucket
@@ -83,9 +84,9 @@ def test_tasks_hold_what_the_group_allows(
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_ranks_hold_what_they_own_and_their_part_of_the_rest(ranks: int) -> None:
-    """Each a matrix of its own, and of all that are on their way to owners and back its shard."""
+    """Each its own matrix, and its part of all that are on their way to owners and back: all, without a mesh."""
     bucket = bucket_of((128, 512), batch_bytes=1)
-    held = WIDE + (0 if ranks == 1 else ranks * 4 * 2 * -(-128 * 512 // ranks))
+    held = WIDE + (0 if ranks == 1 else ranks * 4 * 2 * 128 * 512)
     bucket.params = bucket.params * 3
     owners = Owners((tuple(range(ranks)),), tuple(Place(0, unit % ranks) for unit in range(15)))
     for most in (1, 2, 3):
@@ -96,10 +97,11 @@ def test_ranks_hold_what_they_own_and_their_part_of_the_rest(ranks: int) -> None
 
 
 def test_replicas_that_divide_the_work_count_too() -> None:
+    """Two of two ranks each: gathering takes more than orthogonalizing, a replica's results and a copy of them."""
     bucket = bucket_of((128, 512), batch_bytes=1)
     team = ((0, 1), (2, 3))
     owners = Owners(team, tuple(Place(unit % 2, unit // 2 % 2) for unit in range(5)))
-    held = WIDE + 4 * 4 * 2 * (128 * 512 // 2)  # two ranks share a matrix, so that each holds half of four
+    held = 4 * 128 * 512 * (2 * 2 + 2 * 4)
     assert params_within(bucket, owners, held) == 4
     assert params_within(bucket, owners, 2 * held - 1) == 4
     assert params_within(bucket, owners, 2 * held) == 5
@@ -111,7 +113,7 @@ def test_an_owner_of_many_in_a_row_is_counted_so() -> None:
     bucket.params = bucket.params * 2
     places = [0, 1, 0, 1, 1, 1, 1, 1, 1, 0]
     owners = Owners(((0, 1),), tuple(Place(0, owner) for owner in places))
-    held = WIDE + 2 * 4 * 2 * (128 * 512 // 2)
+    held = WIDE + 2 * 4 * 2 * 128 * 512
     assert params_within(bucket, owners, held) == 1
     assert params_within(bucket, owners, 2 * held) == 2
     assert params_within(bucket, owners, 6 * held) == 7
@@ -144,6 +146,13 @@ def test_owners_of_a_bucket_are_spread_over_it() -> None:
     assert [place.owner for place in _spread([Place(0, unit % 3) for unit in range(7)])] == [0, 1, 2, 0, 1, 2, 0]
 
 
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_replicas_alternate(replicas: int) -> None:
+    """What they gather is padded to the one that has most of a task."""
+    spread = _spread([Place(unit % replicas, unit // replicas % 2) for unit in range(4 * replicas)])
+    assert [place.replica for place in spread] == list(range(replicas)) * 4
+
+
 def test_tasks_are_even_over_the_ranks_that_divide_them() -> None:
     """Six matrices, at most five at once, for two ranks: four and two, not three and three or five and one."""
     bucket = bucket_of((128, 512))
@@ -169,6 +178,13 @@ def test_the_number_of_tasks_does_not_depend_on_the_team(ranks: int, limit: int)
             size = params_at_once(bucket, Owners(team=(tuple(range(ranks)),)), {}, count)
             assert size <= max(1, limit)
             assert -(-count // size) == -(-count // limit)
+
+
+def test_a_plan_shows_what_a_task_takes() -> None:
+    bucket = bucket_of((128, 512), batch_bytes=1)
+    for settings, most in (({"batch_bytes": 2 * WIDE}, 2), ({"batch_bytes": 1}, 1), ({"batch_bytes": 1 << 40}, 5)):
+        (plan,) = plan_exchange([bucket], 1, settings)
+        assert plan.buffers == [most * WIDE]
 
 
 def test_which_groups_are_bounded() -> None:

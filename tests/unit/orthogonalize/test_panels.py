@@ -2,48 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmuown.orthogonalize import Orthogonalizer, panels
 from dmuown.orthogonalize.backends import TORCH
 from dmuown.orthogonalize.blocks import blocks_from_split_sizes, orthogonalize_blocks, temporary_bytes
 from dmuown.orthogonalize.panels import IN_PLACE, TOWARDS_END, TOWARDS_START, multiply_by_panels, turns, works_in_place
-
-
-class Held(TorchDispatchMode):
-    """The most bytes of tensors that were alive at once, of those made inside."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.most = 0
-        self._alive: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, (list, tuple)) else (result,):
-            if isinstance(value, Tensor):
-                self._count(value.untyped_storage())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._alive:
-            return
-        self._alive.add(key)
-        self.now += storage.nbytes()
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._free, key, storage.nbytes())
-
-    def _free(self, key: int, size: int) -> None:
-        self._alive.discard(key)
-        self.now -= size
-
+from tests.memory import Held
 
 SHAPES = [(2, 4, 8), (1, 4, 12), (3, 5, 12), (2, 4, 11), (1, 1, 7), (2, 3, 6)]
 
@@ -113,13 +82,8 @@ def test_temporary_bytes_by_hand() -> None:
     assert Orthogonalizer(**half, in_place=True).temporary_bytes(2048, 2048) == (2 * 8 + 2 * 8) * mib
     assert Orthogonalizer(**half, form="plain", in_place=True).temporary_bytes(2048, 8192) == (32 + 2 * 8) * mib
     assert Orthogonalizer(dtype=torch.float32).temporary_bytes(8192, 2048) == 2 * 96 * mib
-    assert [works_in_place(*size) for size in ((128, 255), (128, 256), (128, 4096), (128, 4097), (127, 512))] == [
-        False,
-        True,
-        True,
-        False,
-        False,
-    ]
+    sizes = [(128, 255), (128, 256), (128, 4096), (128, 4097), (127, 512), (1024, 99_999)]
+    assert [works_in_place(*size) for size in sizes] == [False, True, True, False, False, True]
 
 
 @pytest.mark.parametrize("in_place", [False, True])

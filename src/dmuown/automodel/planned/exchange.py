@@ -16,6 +16,7 @@ from dmuown.engine.exchange import wire_dtype
 from dmuown.engine.layout import MatrixLayout
 from dmuown.engine.owners import Block, Division, Owners, Place, assign_owners
 from dmuown.engine.plan import Bucket
+from dmuown.orthogonalize.blocks import temporary_bytes
 
 
 @dataclass
@@ -25,11 +26,11 @@ class BucketPlan:
     Attributes:
         bucket: The engine's description of it.
         collectives: All-to-alls and all-gathers of a step: of whole buckets the same on every rank; of tasks that a
-            group bounds the most, since a replica without a matrix in a task sends nothing there.
+            group bounds the most, bucket by bucket, since a replica without a matrix in a task sends nothing there.
         bytes_sent: Bytes that each rank of the stage sends.
         work: Floating-point operations of orthogonalization, by rank.
         matrices: Matrices that each rank orthogonalizes.
-        buffers: Bytes that the exchange holds at its peak, by rank.
+        buffers: Bytes that exchange and orthogonalization take at the peak of one task, by rank.
     """
 
     bucket: Bucket
@@ -100,6 +101,7 @@ def _count_team(plan: BucketPlan, team: Block, owners: Owners, settings: Mapping
     compute = bucket.orthogonalizer.dtype.itemsize
     wire = wire_dtype(bucket.orthogonalizer.dtype).itemsize
     whole = layout.m * layout.n
+    temporary = temporary_bytes(bucket.orthogonalizer, bucket.blocks, layout.m, layout.n)
     per_block = max(1, len(bucket.blocks))
     tasks = _tasks(bucket, owners, settings)
     by_replica = [Counter(place.replica for place in task.elements()) for task in tasks]
@@ -117,12 +119,14 @@ def _count_team(plan: BucketPlan, team: Block, owners: Owners, settings: Mapping
             if len(ranks) > 1:
                 shared = sum(counts[replica] for counts in by_replica)
                 sent = (shared - sum(mine)) * held * wire + sum(mine) * (whole - held) * compute
-                plan.buffers[rank] = wire * max(
-                    (counts[replica] * held + 2 * own * whole for counts, own in zip(by_replica, mine, strict=True)),
-                    default=0,
-                )
             if len(team) > 1:
                 sent += padded * held * compute * (len(team) - 1)
+            parts = held * wire if len(ranks) > 1 else 0
+            owning = max(temporary, 2 * whole * wire) if len(ranks) > 1 else temporary
+            plan.buffers[rank] = max(
+                (counts[replica] * parts + own * owning for counts, own in zip(by_replica, mine, strict=True)),
+                default=0,
+            )
             plan.bytes_sent[rank] += sent
             plan.work[rank] += sum(mine) * bucket.flops_per_unit
             plan.matrices[rank] += sum(mine) * per_block

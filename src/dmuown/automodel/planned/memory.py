@@ -15,7 +15,7 @@ class RankBytes:
         parameters: Parameters, or their shards.
         gradients: Gradients of trainable ones, in the parameters' dtype.
         state: Optimizer state.
-        buffers: The exchange's buffers at their peak.
+        buffers: What a step takes beside them at the peak of one task: exchange and orthogonalization.
         sent: Bytes sent for the optimizer's step.
         work: Floating-point operations of orthogonalization.
         matrices: Matrices orthogonalized.
