@@ -338,6 +338,11 @@ def test_no_rank_takes_more_than_its_group_allows(
     assert 0.6 < max(taken) < 1.02
 
 
+def test_messages_are_let_go_once_read(ranks4: RankPool) -> None:
+    """While a matrix is orthogonalized its rank holds momentum, the matrix and what that needs: three quarters."""
+    assert max(ranks4.run(memory_of_a_task, (128, 512), 1, 1)) < 0.78
+
+
 def divided(rank: int, world_size: int, stepping: list[int], bounds: dict[str, Any]) -> int:
     """Matrices that this rank orthogonalizes, of eight equal ones of which some have a gradient."""
     mesh = init_device_mesh("cpu", (world_size,))
