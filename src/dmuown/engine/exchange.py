@@ -204,11 +204,11 @@ def _through_owners(
     return shards
 
 
-# Of their own, so that no view is left behind that would keep a message in memory.
-
-
 def _unpack(bucket: Bucket, message: Tensor, whole: Tensor) -> None:
-    """Put what the members of the shard group have sent into whole matrices."""
+    """Put what the members of the shard group have sent into whole matrices.
+
+    A function of its own, so that no view is left behind, which would keep the message in memory; `_pack` likewise.
+    """
     count = len(whole)
     for member, piece in zip(
         bucket.members, message.split([count * member.numel for member in bucket.members]), strict=True
