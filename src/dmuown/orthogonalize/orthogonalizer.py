@@ -54,6 +54,8 @@ class Orthogonalizer:
         backend: Who multiplies: see `backends.select_backend`.
         in_place: Spare the second copy of long matrices (`panels.works_in_place`): x <- Q x by panels, which copies a
             little more. Not while compiling.
+        most_bytes: Take so much of a batch at a time that `temporary_bytes` stay within this, one matrix at least; None
+            takes whole batches. Not while compiling.
         function: `func(x, epsilon=...) -> Tensor` of x's shape (Dion's `newton_schulz_func`); replaces everything
             above but epsilon, and its result's dtype is kept.
 
@@ -72,6 +74,7 @@ class Orthogonalizer:
     backend: str = "auto"
     function: Callable[..., Tensor] | None = None
     in_place: bool = False
+    most_bytes: int | None = None
     table: CoefficientTable = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -82,6 +85,8 @@ class Orthogonalizer:
         check_choice("backend", self.backend, BACKENDS)
         if not isinstance(self.in_place, bool):
             raise OptionTypeError("in_place", f"must be true or false, got {self.in_place!r}")
+        if self.most_bytes is not None:
+            check_steps("most_bytes", self.most_bytes)
         if self.scheme == "gram" and self.form == "plain":
             raise OptionError("ns_form", "must not be 'plain' with scheme 'gram'", "Leave it at 'auto'")
         if self.function is not None and not callable(self.function):
@@ -115,7 +120,23 @@ class Orthogonalizer:
             return self._call_function(x)
         if x.dim() == 2:
             return self._orthogonalize(x.unsqueeze(0), overwrite).squeeze(0)
-        return self._orthogonalize(x, overwrite)
+        return self._by_parts(x, overwrite)
+
+    def _by_parts(self, x: Tensor, overwrite: bool) -> Tensor:
+        """As many matrices of [B, m, n] at a time as `most_bytes` allows."""
+        most = len(x)
+        if self.most_bytes is not None and x.numel() and not torch.compiler.is_compiling():
+            most = max(1, self.most_bytes // self.temporary_bytes(*x.shape[1:]))
+        if len(x) <= most:
+            return self._orthogonalize(x, overwrite)
+        reused = overwrite and x.element_size() == self.dtype.itemsize
+        result = x.view(self.dtype) if reused else torch.empty_like(x, dtype=self.dtype)
+        for part, target in zip(x.split(most), result.split(most), strict=True):
+            done = self._orthogonalize(part, overwrite)
+            if done.data_ptr() != target.data_ptr():  # not in place
+                target.copy_(done)
+            del done  # before the next part takes memory
+        return result
 
     def _call_function(self, x: Tensor) -> Tensor:
         assert self.function is not None

@@ -29,8 +29,8 @@ def resolve_orthogonalizer(options: Mapping[str, object], device: torch.device) 
     Args:
         options: Group keys. Read here: `scheme` (alias `orthogonalization_strategy`), `coefficients`, `ns_steps`,
             `ns_epsilon`, `ns_dtype` ("auto", see `auto_dtype`, a torch dtype or its name), `ns_norm`, `ns_form`,
-            `backend`, `newton_schulz_func`, `batch_bytes` (set: in place where that spares memory). Other keys are
-            ignored.
+            `backend`, `newton_schulz_func`, `batch_bytes` (in place where that spares memory, and no more of a batch
+            at a time). Other keys are ignored.
         device: Where the matrices are; decides `ns_dtype="auto"`.
 
     Raises:
@@ -49,7 +49,8 @@ def resolve_orthogonalizer(options: Mapping[str, object], device: torch.device) 
     else:
         may_be_gram = options.get("ns_form") != "plain" and fields.get("function") is None
         fields["dtype"] = auto_dtype(device, may_be_gram=may_be_gram)
-    return Orthogonalizer(**fields, in_place=options.get("batch_bytes") is not None)
+    budget: Any = options.get("batch_bytes")
+    return Orthogonalizer(**fields, in_place=budget is not None, most_bytes=budget)
 
 
 def auto_dtype(device: torch.device, *, may_be_gram: bool) -> torch.dtype:

@@ -181,10 +181,13 @@ def test_the_number_of_tasks_does_not_depend_on_the_team(ranks: int, limit: int)
 
 
 def test_a_plan_shows_what_a_task_takes() -> None:
-    bucket = bucket_of((128, 512), batch_bytes=1)
-    for settings, most in (({"batch_bytes": 2 * WIDE}, 2), ({"batch_bytes": 1}, 1), ({"batch_bytes": 1 << 40}, 5)):
-        (plan,) = plan_exchange([bucket], 1, settings)
+    for budget, most in ((2 * WIDE, 2), (1, 1), (1 << 40, 5)):
+        bucket = bucket_of((128, 512), batch_bytes=budget)
+        (plan,) = plan_exchange([bucket], 1, {"batch_bytes": budget})
         assert plan.buffers == [most * WIDE]
+    stack = bucket_of((3, 64, 256), batch_bytes=EXPERT)
+    (plan,) = plan_exchange([stack], 1, {"batch_bytes": EXPERT})
+    assert plan.buffers == [3 * 4 * 64 * 256 + EXPERT]  # the stack's gradients, and one expert at a time
 
 
 def test_which_groups_are_bounded() -> None:

@@ -122,11 +122,13 @@ def _count_team(plan: BucketPlan, team: Block, owners: Owners, settings: Mapping
             if len(team) > 1:
                 sent += padded * held * compute * (len(team) - 1)
             parts = held * wire if len(ranks) > 1 else 0
-            owning = max(temporary, 2 * whole * wire) if len(ranks) > 1 else temporary
-            plan.buffers[rank] = max(
-                (counts[replica] * parts + own * owning for counts, own in zip(by_replica, mine, strict=True)),
-                default=0,
-            )
+            beside = 2 * whole * wire if len(ranks) > 1 else 0  # a matrix and the message it came in
+            for counts, own in zip(by_replica, mine, strict=True):
+                taken = own * temporary
+                if bucket.orthogonalizer.most_bytes is not None:  # a part of a stack at a time
+                    at_once = max(1, bucket.orthogonalizer.most_bytes // max(1, temporary))
+                    taken = min(taken, own * whole * wire + at_once * temporary)
+                plan.buffers[rank] = max(plan.buffers[rank], counts[replica] * parts + max(taken, own * beside))
             plan.bytes_sent[rank] += sent
             plan.work[rank] += sum(mine) * bucket.flops_per_unit
             plan.matrices[rank] += sum(mine) * per_block
