@@ -12,7 +12,7 @@ the yields decide how tasks interleave, and so the order of the collectives of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dmuown.algorithms.fused import stack_of
 from dmuown.engine.joint import Asking, Whole
+from dmuown.engine.layout import Shards
 from dmuown.engine.owners import Place
 from dmuown.engine.plan import Bucket
 
@@ -209,22 +210,22 @@ def _unpack(bucket: Bucket, message: Tensor, whole: Tensor) -> None:
 
     A function of its own, so that no view is left behind, which would keep the message in memory; `_pack` likewise.
     """
-    count = len(whole)
-    for member, piece in zip(
-        bucket.members, message.split([count * member.numel for member in bucket.members]), strict=True
-    ):
-        if member.numel:
-            _put(whole, member.rows, member.cols, piece.view(count, member.row_count, member.col_count))
+    for member, piece in _pieces(bucket, message, len(whole)):
+        _put(whole, member.rows, member.cols, piece)
 
 
 def _pack(bucket: Bucket, whole: Tensor, message: Tensor) -> None:
     """Write every member's part of whole matrices, one after another."""
-    count = len(whole)
-    for member, piece in zip(
-        bucket.members, message.split([count * member.numel for member in bucket.members]), strict=True
-    ):
+    for member, piece in _pieces(bucket, message, len(whole)):
+        _copy(piece, _take(whole, member.rows, member.cols))
+
+
+def _pieces(bucket: Bucket, message: Tensor, count: int) -> Iterator[tuple[Shards, Tensor]]:
+    """Each member of the shard group, and its part of a message about so many matrices."""
+    sizes = [count * member.numel for member in bucket.members]
+    for member, piece in zip(bucket.members, message.split(sizes), strict=True):
         if member.numel:
-            _copy(piece.view(count, member.row_count, member.col_count), _take(whole, member.rows, member.cols))
+            yield member, piece.view(count, member.row_count, member.col_count)
 
 
 def _share_with_replicas(

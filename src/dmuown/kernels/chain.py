@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from dmuown.kernels import products, table
-from dmuown.kernels.launch import INTERPRETED, launch
+from dmuown.kernels.launch import INT32_LIMIT, INTERPRETED, launch
 
 if TYPE_CHECKING:
     from dmuown.orthogonalize.coefficients import Triple
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 _PLACES = 4
 _MAX_POLYNOMIALS = 3  # two bits a stage tell them apart from a product
 _MAX_STAGES = 15  # of two bits each, in a signed 32-bit number
-_INT32_LIMIT = 2**31 - 1
 
 
 def run(x: Tensor, places: Tensor, stages: Sequence[Stage]) -> bool:
@@ -51,7 +50,7 @@ def run(x: Tensor, places: Tensor, stages: Sequence[Stage]) -> bool:
     rows = triton.cdiv(m, block)
     tiles = triangle(rows, shape.ratio)
     items = (len(stages) + within) * batch * tiles
-    if items + 2 * multiprocessors(x.device) > _INT32_LIMIT:
+    if items + 2 * multiprocessors(x.device) > INT32_LIMIT:
         return False
     counters = torch.zeros(batch + 1, dtype=torch.int32, device=x.device)
     if not within:

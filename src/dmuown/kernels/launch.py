@@ -13,6 +13,9 @@ from typing import Any
 import torch
 import triton
 
+#: The largest number of a kernel's 32-bit counters and offsets.
+INT32_LIMIT = 2**31 - 1
+
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 _compiled: dict[Hashable, Any] = {}

@@ -7,9 +7,7 @@ import triton
 from torch import Tensor
 
 from dmuown.kernels import products
-from dmuown.kernels.launch import INTERPRETED, launch
-
-_INT32_LIMIT = 2**31 - 1
+from dmuown.kernels.launch import INT32_LIMIT, INTERPRETED, launch
 
 
 def multiply(q: Tensor, x: Tensor, free: Tensor, turn: int) -> bool:
@@ -41,7 +39,7 @@ def multiply(q: Tensor, x: Tensor, free: Tensor, turn: int) -> bool:
         return False
     panels, tiles = triton.cdiv(n, width), triton.cdiv(m, block_m if columns else block_n)
     items = batch * panels * tiles
-    if items + 2 * multiprocessors(x.device) > _INT32_LIMIT:
+    if items + 2 * multiprocessors(x.device) > INT32_LIMIT:
         return False
     first = free.flatten(1)[:, : m * width].unflatten(1, (m, width) if columns else (width, m))
     half = hopper_panels.HALF.value

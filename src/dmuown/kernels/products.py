@@ -13,9 +13,7 @@ import triton
 from torch import Tensor
 
 from dmuown.kernels import pointer_products, table
-
-_INT32_LIMIT = 2**31 - 1
-_INTERPRETED = bool(triton.knobs.runtime.interpret)
+from dmuown.kernels.launch import INT32_LIMIT, INTERPRETED
 
 
 def multiply(
@@ -84,9 +82,9 @@ def _by_pointers(
     tiles_m, tiles_n = triton.cdiv(m, shape.block_m), triton.cdiv(n, shape.block_n)
     tiles = tiles_m * (tiles_m + 1) // 2 if symmetric else tiles_m * tiles_n
     used: list[Tensor] = [a, b, out] if c is None else [a, b, c, out]
-    wide = any(_span(x) > _INT32_LIMIT for x in used)
+    wide = any(_span(x) > INT32_LIMIT for x in used)
     third = out if c is None else c
-    per_launch = max(1, _INT32_LIMIT // tiles)
+    per_launch = max(1, INT32_LIMIT // tiles)
     for first in range(0, batch, per_launch):
         count = min(per_launch, batch - first)
         operands: list[Any] = [x[first : first + count] for x in (a, b, third, out)]
@@ -106,7 +104,7 @@ def _by_pointers(
             SHIFTED=shift != 0,
             SYMMETRIC=symmetric,
             WIDE_OFFSETS=wide,
-            UPCAST=_INTERPRETED,
+            UPCAST=INTERPRETED,
             GROUP=8,
             BLOCK_M=shape.block_m,
             BLOCK_N=shape.block_n,

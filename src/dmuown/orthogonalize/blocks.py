@@ -162,18 +162,18 @@ def check_blocks(blocks: Blocks, m: int) -> None:
         raise OptionError("split_sizes", f"must cover each of the {m} output rows exactly once, got blocks {blocks!r}")
 
 
-def temporary_bytes(orthogonalizer: Orthogonalizer, blocks: Blocks, m: int, n: int) -> int:
-    """Bytes that `orthogonalize_blocks` takes at most for each m x n matrix: see `Orthogonalizer.temporary_bytes`.
+def temporary_bytes(orthogonalizer: Orthogonalizer, blocks: Blocks, m: int, n: int, count: int = 1) -> int:
+    """Bytes that `orthogonalize_blocks` takes at most for m x n matrices: see `Orthogonalizer.temporary_bytes`.
 
     Blocks of unlike rows are gathered by their rows, one kind after another, into a result of their own.
     """
     if len(blocks) <= 1:
-        return orthogonalizer.temporary_bytes(m, n)
+        return orthogonalizer.temporary_bytes(m, n, count)
     if _uniform(blocks, m):
-        return len(blocks) * orthogonalizer.temporary_bytes(m // len(blocks), n)
+        return orthogonalizer.temporary_bytes(m // len(blocks), n, count * len(blocks))
     kinds = Counter(block_rows(block) for block in blocks)
-    most = max(count * orthogonalizer.temporary_bytes(rows, n) for rows, count in kinds.items())
-    return most + 2 * m * n * orthogonalizer.dtype.itemsize
+    most = max(orthogonalizer.temporary_bytes(rows, n, count * alike) for rows, alike in kinds.items())
+    return most + 2 * count * m * n * orthogonalizer.dtype.itemsize
 
 
 def _uniform(blocks: Blocks, m: int) -> bool:

@@ -124,9 +124,7 @@ class Orthogonalizer:
 
     def _by_parts(self, x: Tensor, overwrite: bool) -> Tensor:
         """As many matrices of [B, m, n] at a time as `most_bytes` allows."""
-        most = len(x)
-        if self.most_bytes is not None and x.numel() and not torch.compiler.is_compiling():
-            most = max(1, self.most_bytes // self.temporary_bytes(*x.shape[1:]))
+        most = self._at_once(*x.shape) if x.numel() and not torch.compiler.is_compiling() else len(x)
         if len(x) <= most:
             return self._orthogonalize(x, overwrite)
         reused = overwrite and x.element_size() == self.dtype.itemsize
@@ -195,12 +193,23 @@ class Orthogonalizer:
             return frozenset((2, *range(3, self.steps, 2)))
         return frozenset(range(2, self.steps, 3))
 
-    def temporary_bytes(self, m: int, n: int) -> int:
-        """Bytes that each m x n matrix of a batch takes while it is orthogonalized: x, q x and the m x m matrices.
+    def temporary_bytes(self, m: int, n: int, count: int = 1) -> int:
+        """Bytes that `count` m x n matrices take while they are orthogonalized: x, q x and the m x m matrices.
 
-        Counted for the Gram form where the choice is open, and so for a function of one's own. Not counted: a copy in
-        fp32, from which torch takes the norm of 16-bit input where no kernel does.
+        Of more than `most_bytes` allows at a time, all results and what a part takes. Counted for the Gram form where
+        the choice is open, and so for a function of one's own. Not counted: a copy in fp32, from which torch takes the
+        norm of 16-bit input where no kernel does.
         """
+        at_once = self._at_once(count, m, n)
+        if count > at_once:
+            return count * m * n * self.dtype.itemsize + at_once * self._bytes_of_one(m, n)
+        return count * self._bytes_of_one(m, n)
+
+    def _at_once(self, count: int, m: int, n: int) -> int:
+        """How many of so many m x n matrices `most_bytes` allows at a time."""
+        return count if self.most_bytes is None else max(1, self.most_bytes // max(1, self._bytes_of_one(m, n)))
+
+    def _bytes_of_one(self, m: int, n: int) -> int:
         m, n = sorted((m, n))
         triples = self.table.for_steps(self.steps)
         plain = self.form == "plain" or (self.form == "auto" and m == n)

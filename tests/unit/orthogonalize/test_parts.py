@@ -11,6 +11,7 @@ from torch import Tensor
 import dmuown
 from dmuown.errors import OptionError
 from dmuown.orthogonalize import Orthogonalizer
+from dmuown.orthogonalize.blocks import blocks_from_split_sizes, temporary_bytes
 from tests.memory import Held
 
 SHAPES = [(7, 128, 300), (7, 300, 128), (7, 64, 64), (5, 9, 40), (4, 1, 7), (0, 4, 6), (3, 0, 5)]
@@ -53,6 +54,16 @@ def test_memory_is_that_of_a_part_and_of_the_result(most: int) -> None:
     with Held() as reused:
         bounded(x, overwrite=True)
     assert reused.most <= x.numel() * 4 + most * one + 4096
+
+
+def test_a_batch_beyond_its_bound_is_counted_as_results_and_a_part() -> None:
+    one = 4 * (128 * 512 + 4 * 128 * 128)
+    bounded = Orthogonalizer(dtype=torch.float32, in_place=True, most_bytes=2 * one)
+    assert bounded.temporary_bytes(128, 512, 2) == 2 * one
+    assert bounded.temporary_bytes(128, 512, 12) == 12 * 4 * 128 * 512 + 2 * one
+    heads = blocks_from_split_sizes([128] * 12, 12 * 128)
+    assert temporary_bytes(bounded, heads, 12 * 128, 512) == 12 * 4 * 128 * 512 + 2 * one
+    assert temporary_bytes(bounded, heads, 12 * 128, 512, 3) == 36 * 4 * 128 * 512 + 2 * one
 
 
 def test_a_matrix_of_nan_stays_in_its_place() -> None:

@@ -101,7 +101,6 @@ def _count_team(plan: BucketPlan, team: Block, owners: Owners, settings: Mapping
     compute = bucket.orthogonalizer.dtype.itemsize
     wire = wire_dtype(bucket.orthogonalizer.dtype).itemsize
     whole = layout.m * layout.n
-    temporary = temporary_bytes(bucket.orthogonalizer, bucket.blocks, layout.m, layout.n)
     per_block = max(1, len(bucket.blocks))
     tasks = _tasks(bucket, owners, settings)
     by_replica = [Counter(place.replica for place in task.elements()) for task in tasks]
@@ -124,10 +123,7 @@ def _count_team(plan: BucketPlan, team: Block, owners: Owners, settings: Mapping
             parts = held * wire if len(ranks) > 1 else 0
             beside = 2 * whole * wire if len(ranks) > 1 else 0  # a matrix and the message it came in
             for counts, own in zip(by_replica, mine, strict=True):
-                taken = own * temporary
-                if bucket.orthogonalizer.most_bytes is not None:  # a part of a stack at a time
-                    at_once = max(1, bucket.orthogonalizer.most_bytes // max(1, temporary))
-                    taken = min(taken, own * whole * wire + at_once * temporary)
+                taken = temporary_bytes(bucket.orthogonalizer, bucket.blocks, layout.m, layout.n, own)
                 plan.buffers[rank] = max(plan.buffers[rank], counts[replica] * parts + max(taken, own * beside))
             plan.bytes_sent[rank] += sent
             plan.work[rank] += sum(mine) * bucket.flops_per_unit

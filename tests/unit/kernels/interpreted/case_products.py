@@ -7,6 +7,7 @@ import torch
 
 import dmuown
 from dmuown.kernels import chain, normalize, products, table
+from dmuown.kernels.launch import INT32_LIMIT
 from dmuown.kernels.triton_operations import operations
 from dmuown.orthogonalize import Orthogonalizer
 from dmuown.orthogonalize.backends import run_one_by_one
@@ -155,8 +156,8 @@ def test_a_non_finite_matrix_leaves_its_neighbours_alone() -> None:
 def test_offsets_beyond_32_bits_are_taken_as_64() -> None:
     wide = torch.empty_strided((1, 4, 4), (16, 2**30, 1), device="meta")
     narrow = torch.empty_strided((1, 4, 4), (2**40, 2**20, 1), device="meta")
-    assert products._span(wide) > products._INT32_LIMIT
-    assert products._span(narrow) < products._INT32_LIMIT  # a matrix's offset in its batch is always 64-bit
+    assert products._span(wide) > INT32_LIMIT
+    assert products._span(narrow) < INT32_LIMIT  # a matrix's offset in its batch is always 64-bit
 
 
 def test_empty_operands() -> None:
