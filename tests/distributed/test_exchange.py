@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import dmuown
 from dmuown.engine import joint
 from dmuown.engine.bounds import _bytes_per_owned
+from dmuown.engine.collectives import ALL_GATHER
 from dmuown.engine.exchange import ExchangeCount, orthogonalize
 from dmuown.orthogonalize.backends import TorchOperations
 from tests.distributed.harness import RankPool
@@ -37,7 +39,7 @@ from tests.memory import Held
 COLLECTIVES = (
     "all_to_all_single",
     "all_to_all",
-    "all_gather_into_tensor",
+    ALL_GATHER,
     "all_gather",
     "all_gather_object",
     "all_reduce",
@@ -67,7 +69,7 @@ def counting() -> Iterator[list[tuple[str, int, tuple[int, ...], str]]]:
                 assert all(type(size) is int for size in (*args[2], *sizes))
                 handed = (sum(sizes) - sizes[here]) * source.element_size()
                 dtype = str(source.dtype)
-            elif name == "all_gather_into_tensor":
+            elif name == ALL_GATHER:
                 handed, dtype = args[1].numel() * args[1].element_size() * (len(ranks) - 1), str(args[1].dtype)
             elif name == "all_reduce":
                 handed, dtype = args[0].numel() * args[0].element_size(), str(args[0].dtype)
@@ -131,7 +133,7 @@ def assert_as_planned(results: list[dict[str, Any]]) -> None:
         assert len(control) == result["planned"]["agreements"]
         counted = {
             "all_to_alls": sum(call[0] == "all_to_all_single" for call in calls),
-            "all_gathers": sum(call[0] == "all_gather_into_tensor" for call in calls),
+            "all_gathers": sum(call[0] == ALL_GATHER for call in calls),
             "all_reduces": sum(call[0] == "all_reduce" for call in calls),
             "bytes_exchanged": sum(call[1] for call in calls if call[0] != "all_reduce"),
             "bytes_reduced": sum(call[1] for call in calls if call[0] == "all_reduce"),
@@ -210,7 +212,21 @@ def test_hsdp_divides_the_work_and_exchanges_within_shard_groups(ranks4: RankPoo
         row = SQUARE[rank // 2]
         column = (rank % 2, rank % 2 + 2)
         ranks = {call[0]: call[2] for call in result["calls"] if call[3] == "torch.float32"}
-        assert ranks == {"all_to_all_single": row, "all_gather_into_tensor": column}
+        assert ranks == {"all_to_all_single": row, ALL_GATHER: column}
+
+
+def what_a_step_warns_of(rank: int, world_size: int, run: Run) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train_sharded(rank, world_size, run)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("placements", [("R", "S0"), ("R", "S1"), ("S0", "S1"), ("R", "R")], ids=str)
+def test_a_step_warns_of_nothing(ranks4: RankPool, placements: tuple[str, ...]) -> None:
+    """Not of names of collectives that this torch deprecates, either."""
+    run = Run(Layout((12, 20), SQUARE, placements), MATRIX_ALGORITHMS)
+    assert ranks4.run(what_a_step_warns_of, run) == [[]] * 4
 
 
 def train_and_count(rank: int, world_size: int, run: Run) -> Any:
@@ -227,7 +243,7 @@ def test_many_replicas_with_few_matrices_form_teams(ranks4: RankPool) -> None:
     for rank, result in enumerate(results):
         # Two matrices, one for each of the two replicas of a team: each sends its own, and padding for the other.
         assert result["matrices"] == 1
-        gathers = [call for call in result["calls"] if call[0] == "all_gather_into_tensor"]
+        gathers = [call for call in result["calls"] if call[0] == ALL_GATHER]
         assert [call[1:3] for call in gathers] == [(elements * 4, (0, 1) if rank < 2 else (2, 3))] * 2
 
 

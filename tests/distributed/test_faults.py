@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dmuown
+from dmuown.engine.collectives import ALL_GATHER
 from dmuown.engine.groups import control_group, mesh_group, warm_up
 from tests.distributed.harness import RankPool, RanksFailed, run_ranks
 from tests.distributed.sharding import Layout, Run, parameters
@@ -132,7 +133,7 @@ def used_and_warm(rank: int, world_size: int) -> tuple[int, int]:
     """Count the collectives that a first step runs on groups that had not run one of that kind before."""
     cold = 0
     warm: set[tuple[int, str]] = set()
-    kinds = {"all_to_all_single": "all_to_all", "all_gather_into_tensor": "all_gather", "all_reduce": "all_reduce"}
+    kinds = {"all_to_all_single": "all_to_all", ALL_GATHER: "all_gather", "all_reduce": "all_reduce"}
     originals = {name: getattr(dist, name) for name in kinds}
     stepping = False
 

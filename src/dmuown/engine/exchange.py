@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dmuown.algorithms.fused import stack_of
+from dmuown.engine.collectives import all_gather
 from dmuown.engine.joint import Asking, Whole
 from dmuown.engine.layout import Shards
 from dmuown.engine.owners import Place
@@ -249,7 +250,7 @@ def _share_with_replicas(
     gathered = torch.empty((bucket.replica_count, longest, *shape), dtype=dtype, device=like.device)
     count.all_gathers += 1
     count.bytes_sent += own.numel() * own.element_size() * (bucket.replica_count - 1)
-    work = dist.all_gather_into_tensor(gathered.view(-1, *shape), own, group=bucket.replica_group, async_op=True)
+    work = all_gather(gathered.view(-1, *shape), own, group=bucket.replica_group, async_op=True)
     yield None
     if work is not None:
         work.wait()

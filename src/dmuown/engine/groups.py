@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from dmuown.engine.collectives import all_gather
+
 
 class _Made:
     """Groups made under one default group; once that is destroyed, they are dead and forgotten."""
@@ -129,7 +131,7 @@ def warm_up(group: dist.ProcessGroup | None, device: torch.device, kind: str) ->
     if kind == "all_to_all":
         dist.all_to_all_single(gathered, source, group=group)
     elif kind == "all_gather":
-        dist.all_gather_into_tensor(gathered, source[:1], group=group)
+        all_gather(gathered, source[:1], group=group)
     else:
         dist.all_reduce(source[:1], group=group)
 

@@ -16,10 +16,6 @@ from dmuown.engine.groups import control_group
 from dmuown.engine.lent import Loan, on_loan
 from dmuown.ownership.group import Stages
 
-# torch 2.13 renamed these; the old names still work in 2.11 and warn in 2.13.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 
 class Lane:
     """A stream of its own on CUDA; on the CPU, nothing.

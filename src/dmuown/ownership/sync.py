@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dmuown.engine.collectives import all_gather
 from dmuown.engine.lent import on_loan
 from dmuown.errors import OwnershipError
-from dmuown.ownership.link import Link, all_gather
+from dmuown.ownership.link import Link
 from dmuown.ownership.plan import shard_rows
 from dmuown.ownership.record import Record
 from dmuown.ownership.registry import find_runtime, runtime_of

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dmuown.engine.collectives import all_gather, reduce_scatter
 from dmuown.errors import OwnershipError
-from dmuown.ownership.link import InFlight, Link, all_gather, reduce_scatter
+from dmuown.ownership.link import InFlight, Link
 from dmuown.ownership.plan import Member, Transfer
 from dmuown.ownership.record import GradState, Record, State, check_transition
 
