@@ -22,7 +22,6 @@ from dmuown.engine import joint, loading, rows
 from dmuown.engine.base import AsyncRuntime, AsyncTask, _MuonBase
 from dmuown.engine.bounds import OFFLOAD_BATCH_SIZE
 from dmuown.engine.capturable import check_capture, hold_lr, hold_lrs
-from dmuown.engine.ending import end_gently
 from dmuown.engine.exchange import ExchangeCount, orthogonalize, wire_dtype
 from dmuown.engine.gradients import NonFinite, collect_gradients
 from dmuown.engine.info import generation_of
@@ -123,7 +122,6 @@ class MuonEngine(_MuonBase):
             groups = split_by_optim_dtype(groups)
         if not partial:
             check_complete(groups)
-        end_gently()
         self._dedications = dedications()
         probe = {"params": [], **self._class_defaults}
         complete_group(probe, public_name, self._class_defaults)

@@ -15,6 +15,7 @@ from dmuown.algorithms import Algorithm, DeclaredState, ElementwiseAlgorithm, Ma
 from dmuown.engine.agreement import GradientReport, agree, first_difference
 from dmuown.engine.bounds import agree_on_bounds, is_bounded, params_at_once
 from dmuown.engine.capturable import is_recording
+from dmuown.engine.ending import end_gently
 from dmuown.engine.groups import audience_of, audiences, control_group, mesh_group
 from dmuown.engine.joint import Joint, join
 from dmuown.engine.layout import local_tensor
@@ -260,6 +261,7 @@ def make_plan(
     Raises:
         PlanMismatchError: A parameter differs between ranks; the error names it.
     """
+    end_gently()
     _compare(records, groups)
     for record in records:
         if isinstance(record.param, DTensor):
