@@ -64,6 +64,8 @@ def counting() -> Iterator[list[tuple[str, int, tuple[int, ...], str]]]:
             group = kwargs.get("group")
             ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
             here = ranks.index(dist.get_rank())
+            # Other tasks compute meanwhile.
+            assert kwargs.get("async_op") or name not in ("all_to_all_single", ALL_GATHER)
             if name == "all_to_all_single":
                 _, source, _, sizes = args
                 assert all(type(size) is int for size in (*args[2], *sizes))

@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+# Looked up at each call, as `dist.all_reduce` is: what replaces them in `dist`, to count or to trace, is used.
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 

@@ -1,11 +1,9 @@
 """The end of a program whose ranks communicate through gloo.
 
-A thread of gloo says that a collective is done, and drops its tensors a moment later. For one that Python knows it asks
-for the interpreter's lock; an interpreter that is shutting down ends threads that ask, and in a C++ destructor that
-ends the process: `terminate called without an active exception` (pytorch/pytorch#190489). Collectives of ours are over
-when their tensors have been dropped, where `engine.lent` lends them. Those of torch, of FSDP2, and of the program
-itself, such as a loss averaged over ranks, are not: the program gives up the lock for a moment before it ends.
-`destroy_process_group()` does not help under FSDP2, since caches of torch keep the group and so its threads.
+A thread of gloo that still holds a tensor while the interpreter shuts down ends the process (see `engine.lent`). What
+is lent is given back in time; what torch, FSDP2 and the program itself communicate, such as a loss averaged over ranks,
+is not lent. So the program gives up the interpreter's lock for a moment before it ends. `destroy_process_group()` does
+not help under FSDP2, since caches of torch keep the group and so its threads.
 """
 
 from __future__ import annotations

@@ -256,7 +256,7 @@ def make_plan(
 ) -> Plan:
     """Bucket the matrix parameters, compare the plan across ranks, and assign owners.
 
-    Collective over every mesh that the parameters lie on.
+    Collective over every mesh that the parameters lie on. Where there are ranks, the program will pause when it ends.
 
     Raises:
         PlanMismatchError: A parameter differs between ranks; the error names it.
